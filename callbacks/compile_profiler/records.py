@@ -1,0 +1,324 @@
+"""What travels through the package: samples, events, the report tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+SCHEMA = 1
+
+Decision = Literal["compiled", "eager", "undecided"]
+Reason = Literal[
+    "gain",
+    "no_gain",
+    "inconclusive",
+    "nothing_compiled",
+    "compile_error",
+    "runtime_error",
+    "recompile_storm",
+    "recompile_limit",
+    "drift",
+    "non_finite",
+    "out_of_memory",
+    "unsupported",
+    "disabled",
+    "pending",
+]
+Kind = Literal["graph", "recompile", "graph_break", "skipped_frame", "limit_hit", "cudagraph_skip"]
+Owner = Literal["user", "lightning", "torch", "third_party"]
+Cause = Literal[
+    "shape",
+    "stage",
+    "python_scalar",
+    "object_identity",
+    "unsupported",
+    "data_dependent",
+    "side_effect",
+    "other",
+]
+Stage = Literal["train", "sanity", "validate", "test", "predict", "probe"]
+Rng = Literal["none", "matched", "unmatched"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """Base of everything that travels: no NaN or infinity may enter, unknown is ``None``."""
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"{type(self).__name__}.{spec.name} must be a finite number or None, got {value}. "
+                    "A figure that is not known is None."
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift(_Record):
+    """How far the compiled arm is from the eager arm on one batch with the same weights.
+
+    Attributes:
+        loss_rel: ``|loss_c - loss_e| / |loss_e|``, a pure number.
+        grad_rel: ``|g_c - g_e| / |g_e|`` over all gradients seen as one vector, a pure number.
+        grad_cosine: cosine of the angle between the two gradient vectors.
+        worst_parameter: name of the parameter with the largest relative gradient distance.
+        noise_floor: ``grad_rel`` of eager against eager, the part that compiling cannot be blamed for.
+        rng: ``none``: the step draws no random numbers; ``matched``: both arms drew the same ones;
+            ``unmatched``: they could not, so the distance says nothing about compiling.
+        tolerance: limit on ``loss_rel`` and ``grad_rel``.
+        within_tolerance: ``None`` where the distance cannot be judged.
+        eager_finite: loss and gradients of the eager arm are free of NaN and infinity.
+        compiled_finite: the same for the compiled arm.
+        reference: errors of both arms against a float64 run, or ``None``.
+    """
+
+    loss_rel: float | None = None
+    grad_rel: float | None = None
+    grad_cosine: float | None = None
+    worst_parameter: str | None = None
+    noise_floor: float | None = None
+    rng: Rng | None = None
+    tolerance: float | None = None
+    within_tolerance: bool | None = None
+    eager_finite: bool | None = None
+    compiled_finite: bool | None = None
+    reference: dict[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(_Record):
+    """One pair: one batch, run both ways, forward and backward.
+
+    Attributes:
+        step: x-axis number of the batch.
+        eager_s: seconds of one eager pass, the mean over one block of passes.
+        compiled_s: seconds of one compiled pass, likewise.
+        num_passes: passes in each timed block.
+        shape: the batch's shape class; pairs are compared within one class.
+        step_s: seconds of one whole training step in the window that ended at this pair, if one did.
+        void: why the times are not to be used, or ``None``.
+        drift: what the two arms computed differently, if it was looked at.
+    """
+
+    step: int
+    eager_s: float
+    compiled_s: float
+    num_passes: int = 1
+    shape: str = ""
+    step_s: float | None = None
+    void: str | None = None
+    drift: Drift | None = None
+
+    def __post_init__(self) -> None:
+        _Record.__post_init__(self)
+        if self.void is None and not (self.eager_s > 0 and self.compiled_s > 0):
+            raise ValueError(
+                f"seconds of a pair must be positive, got eager_s={self.eager_s}, compiled_s={self.compiled_s}."
+            )
+
+    @property
+    def log_ratio(self) -> float:
+        """``log(t_eager / t_compiled)``: positive where compiling is faster."""
+        return math.log(self.eager_s / self.compiled_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(_Record):
+    """One thing the compiler did, merged over its repetitions at the same place for the same cause."""
+
+    step: int
+    epoch: int
+    stage: Stage
+    kind: Kind
+    function: str | None = None
+    file: str | None = None
+    line: int | None = None
+    owner: Owner | None = None
+    cause: Cause | None = None
+    detail: str = ""
+    hint: str = ""
+    seconds: float | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict(_Record):
+    """What was decided, why, at which step, about which configuration."""
+
+    decision: Decision = "undecided"
+    reason: Reason = "pending"
+    message: str = "No decision yet."
+    step: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _Record.__post_init__(self)
+        if (self.decision == "undecided") != (self.reason == "pending"):
+            raise ValueError(f"'undecided' goes only with 'pending', got {self.decision!r} with {self.reason!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup(_Record):
+    """``t_eager / t_compiled`` of forward and backward on the same batch: median of the pairs and its interval.
+
+    ``void`` counts the pairs that were not used, by reason.
+    """
+
+    median: float | None = None
+    low: float | None = None
+    high: float | None = None
+    num_pairs: int = 0
+    num_void: int = 0
+    void: dict[str, int] = field(default_factory=dict)
+    num_shapes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndToEnd(_Record):
+    """The whole training step, data loading and optimizer included."""
+
+    speedup: float | None = None
+    low: float | None = None
+    high: float | None = None
+    method: str | None = None
+    step_s: float | None = None
+    compute_share: float | None = None
+    input_bound: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time(_Record):
+    """Where the seconds went: medians of both arms, compiling, measuring, the net saving so far."""
+
+    eager_s: float | None = None
+    compiled_s: float | None = None
+    compile_s: float | None = None
+    probe_s: float | None = None
+    saved_s: float | None = None
+    break_even_step: int | None = None
+    overhead_pct: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiles(_Record):
+    """What the compiler did in stage ``train``; ``by_stage`` has every stage, ``events`` every place."""
+
+    graphs: int = 0
+    recompiles: int = 0
+    graph_breaks: int = 0
+    eager_frames: int = 0
+    limit_hits: int = 0
+    cudagraph_skips: int = 0
+    by_stage: dict[str, dict[str, int]] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory(_Record):
+    """Peak bytes of tensors allocated during one forward and backward pass of each arm."""
+
+    eager_peak_bytes: int | None = None
+    compiled_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment(_Record):
+    """On what the numbers were measured."""
+
+    torch: str | None = None
+    lightning: str | None = None
+    device: str | None = None
+    precision: str | None = None
+    strategy: str | None = None
+    world_size: int | None = None
+    tf32: bool | None = None
+    deterministic: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(_Record):
+    """Everything known about one fit. JSON keys are the field names; an unknown figure is ``null``."""
+
+    schema: int = SCHEMA
+    verdict: Verdict = field(default_factory=Verdict)
+    speedup: Speedup = field(default_factory=Speedup)
+    end_to_end: EndToEnd = field(default_factory=EndToEnd)
+    time: Time = field(default_factory=Time)
+    compiles: Compiles = field(default_factory=Compiles)
+    drift: Drift = field(default_factory=Drift)
+    memory: Memory = field(default_factory=Memory)
+    environment: Environment = field(default_factory=Environment)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dicts and lists, ready for ``json.dump``.
+
+        >>> Report().to_dict()["verdict"]["reason"]
+        'pending'
+        """
+        return typing.cast("dict[str, Any]", _plain(self))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """The report that ``to_dict`` was called on.
+
+        Raises:
+            ValueError: ``data`` is not a report of this schema, or has a field of the wrong type.
+
+        >>> Report.from_dict(Report().to_dict()) == Report()
+        True
+        """
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"expected a report with schema {SCHEMA}, got {found!r}.")
+        return typing.cast("Report", _build(cls, data, "report"))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {spec.name: _plain(getattr(value, spec.name)) for spec in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as an instance of the annotation ``kind``; ``where`` names it in errors."""
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return value
+    if origin is Literal:
+        matches, built = value in typing.get_args(kind), value
+    elif origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        kinds = [option for option in typing.get_args(kind) if option is not type(None)]
+        return _build(kinds[0], value, where)
+    elif dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} must be an object, got {value!r}.")
+        hints = typing.get_type_hints(kind)
+        known = {key: _build(hints[key], item, f"{where}.{key}") for key, item in value.items() if key in hints}
+        return typing.cast(type, kind)(**known)
+    elif origin is tuple:
+        matches = isinstance(value, (list, tuple))
+        item_kind = typing.get_args(kind)[0]
+        built = tuple(_build(item_kind, item, f"{where}[{i}]") for i, item in enumerate(value)) if matches else None
+    elif origin is dict:
+        matches = isinstance(value, Mapping)
+        item_kind = typing.get_args(kind)[1]
+        built = {key: _build(item_kind, item, f"{where}.{key}") for key, item in value.items()} if matches else None
+    elif kind is float:
+        matches, built = isinstance(value, (int, float)) and not isinstance(value, bool), value
+    else:
+        matches, built = isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), value
+    if not matches:
+        raise ValueError(f"{where} must be {getattr(kind, '__name__', kind)}, got {value!r}.")
+    return built
