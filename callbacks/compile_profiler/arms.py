@@ -1,0 +1,299 @@
+"""Arms: ways to run a step of the module, eager or compiled, that leave nothing behind on it."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+Call = Callable[..., Any]
+
+_MISSING = object()
+
+
+def known_backends() -> list[str]:
+    """Names that ``torch.compile(backend=...)`` accepts, those for debugging included."""
+    return [str(name) for name in torch.compiler.list_backends(exclude_tags=())]
+
+
+def known_modes() -> list[str]:
+    """Names that ``torch.compile(mode=...)`` accepts."""
+    from torch._inductor import list_mode_options  # imported late: loads the compiler
+
+    return list(list_mode_options())
+
+
+@contextmanager
+def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes ``(object, name, value)`` set in the objects' ``__dict__`` for a moment.
+
+    Past ``nn.Module.__setattr__`` on purpose: that one costs microseconds and registers what looks like a module.
+    """
+    before = []
+    for target, name, value in patches:
+        held = vars(target)
+        before.append((held, name, held.get(name, _MISSING)))
+        held[name] = value
+    try:
+        yield
+    finally:
+        for held, name, value in reversed(before):
+            if value is _MISSING:
+                held.pop(name, None)
+            else:
+                held[name] = value
+
+
+@contextmanager
+def called_once(module: nn.Module, hook: str, call: Call) -> Iterator[None]:
+    """Put ``call`` in place of the method ``hook`` until it is called or the context ends.
+
+    It is taken off before ``call`` runs: user code inside a step, a deep copy or a pickle made there, and every
+    hook around it see the module as its author wrote it.
+    """
+    held = vars(module)
+    before = held.get(hook, _MISSING)
+
+    def take_off() -> None:
+        if held.get(hook) is stand_in:
+            if before is _MISSING:
+                del held[hook]
+            else:
+                held[hook] = before
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        take_off()
+        return call(*args, **kwargs)
+
+    held[hook] = stand_in
+    try:
+        yield
+    finally:
+        take_off()
+
+
+class DeferredLogs:
+    """Takes the place of ``self.log`` and ``self.log_dict`` inside compiled code: remembers, logs afterwards.
+
+    Appending to a list is something torch.compile can trace; what Lightning does inside ``log`` is not (on torch 2.12
+    and 2.13 it crashes, Lightning issue 21836). Values are copied at the call, as Lightning's own result does.
+    """
+
+    def __init__(self) -> None:
+        entries: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.entries = entries
+
+        def remember(name: str) -> Call:
+            def stand_in(*args: Any, **kwargs: Any) -> None:
+                graph = kwargs.get("enable_graph", False)
+                kept = {key: _copied(value, graph) for key, value in kwargs.items()}
+                entries.append((name, tuple([_copied(value, graph) for value in args]), kept))
+
+            return stand_in
+
+        self.stand_ins = {name: remember(name) for name in ("log", "log_dict")}
+
+    def replay(self, module: Any) -> None:
+        """Hand everything remembered to the module's real ``log`` and ``log_dict``, in order."""
+        entries = list(self.entries)
+        self.entries.clear()
+        for name, args, kwargs in entries:
+            getattr(module, name)(
+                *[_given_back(value) for value in args],
+                **{key: _given_back(value) for key, value in kwargs.items()},
+            )
+
+
+def _copied(value: Any, graph: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone() if graph else value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item, graph) for key, item in value.items()}
+    return value
+
+
+def _given_back(value: Any) -> Any:
+    """A value as eager code would have logged it: tracing turns NumPy scalars into arrays without dimensions."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        return value[()]
+    if isinstance(value, Mapping):
+        return {key: _given_back(item) for key, item in value.items()}
+    return value
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """In place of ``self.log`` in the eager pass of a pair."""
+
+
+class Arm(Protocol):
+    """A way to run a step method of the module."""
+
+    name: str
+
+    def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the method called ``hook``; nothing is logged."""
+
+
+class EagerArm:
+    """The user's own code; in a pair its logging is muted, as the compiled arm's is."""
+
+    name = "eager"
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the hook as the user wrote it, without logging."""
+        with patched([(self._module, "log", _nothing), (self._module, "log_dict", _nothing)]):
+            return getattr(self._module, hook)(*args, **kwargs)
+
+
+class CompiledArm:
+    """One configuration of ``torch.compile`` on one module.
+
+    Between calls nothing of it is on the module. During a call ``log`` and ``log_dict`` are deferred, metric objects
+    stay outside the graph (compiled in, their update counters recompile on every step), and for the targets inside the
+    step the submodules carry torch's own ``_compiled_call_impl``.
+
+    Args:
+        module: the LightningModule.
+        target: ``"step"``, ``"forward"``, ``"blocks"``, or names of submodules.
+        hooks: step methods that run compiled, of ``training_step`` and ``validation_step``.
+        options: keyword arguments of ``torch.compile``.
+
+    Raises:
+        ValueError: ``target`` names nothing on this module.
+    """
+
+    name = "compiled"
+
+    def __init__(
+        self, module: nn.Module, *, target: str | Sequence[str], hooks: Sequence[str], options: Mapping[str, Any]
+    ) -> None:
+        self._module = module
+        self._options = dict(options)
+        self.logs = DeferredLogs()
+        self._steps: dict[str, Call] = {}
+        self._in_place: list[tuple[nn.Module, Call]] = []
+        self.compiled_names: list[str] = []
+        if target == "step":
+            self._steps = {hook: self._compiled_method(hook) for hook in hooks}
+        else:
+            self._compile_in_place(submodules(module, target))
+        self._patches: list[tuple[Any, str, Any]] = [(module, name, call) for name, call in self.logs.stand_ins.items()]
+        self._patches += [(submodule, "_compiled_call_impl", call) for submodule, call in self._in_place]
+        for metric in (m for m in module.modules() if isinstance(m, Metric)):
+            for name in ("forward", "update", "compute"):
+                self._patches.append((metric, name, _outside_the_graph(getattr(metric, name))))
+
+    def _compiled_method(self, hook: str) -> Call:
+        """The step as a compiled function of its own, so that its cache and recompile limit are its own too."""
+        method = getattr(self._module, hook)
+        function = getattr(method, "__func__", None)
+        if isinstance(function, types.FunctionType) and method.__self__ is self._module:
+            return functools.partial(torch.compile(_own_code(function), **self._options), self._module)
+        return torch.compile(method, **self._options)
+
+    def _compile_in_place(self, found: Mapping[str, nn.Module]) -> None:
+        """One compiled function for each class: equal blocks then share one graph."""
+        by_class: dict[type, Call] = {}
+        for name, submodule in found.items():
+            if vars(submodule).get("_compiled_call_impl") is not None:
+                continue  # the user compiled it already
+            kind = type(submodule)
+            if kind not in by_class:
+                by_class[kind] = torch.compile(_own_code(_call_module), **self._options)
+            self._in_place.append((submodule, functools.partial(by_class[kind], submodule)))
+            self.compiled_names.append(name)
+
+    def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the hook compiled; what it logged is in ``logs``, to be replayed or dropped."""
+        self.logs.entries.clear()
+        with patched(self._patches):
+            step = self._steps.get(hook) or getattr(self._module, hook)
+            return step(*args, **kwargs)
+
+    def release(self) -> None:
+        """Drop the compiled code, so that torch can free graphs and CUDA-graph pools."""
+        self._steps.clear()
+        self._in_place.clear()
+        self._patches.clear()
+        self.logs.entries.clear()
+
+
+def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _outside_the_graph(call: Call) -> Call:
+    return cast("Call", torch.compiler.disable(call))  # type: ignore[no-untyped-call]
+
+
+def _own_code(function: Call) -> Call:
+    """The same function with a code object of its own.
+
+    Dynamo keeps compiled entries and the recompile limit by code object; without this a second fit, a second arm or
+    another model of the same class would start with the first one's budget used (torch 2.13 has
+    ``isolate_recompiles``, earlier versions nothing).
+    """
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace()
+    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    own.__qualname__, own.__module__ = function.__qualname__, function.__module__
+    return own
+
+
+def submodules(module: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:
+    """The modules that a target other than ``"step"`` stands for, by name (``""`` is the module itself).
+
+    Raises:
+        ValueError: a name is not a submodule, or ``"blocks"`` finds no repeated block.
+    """
+    if target == "forward":
+        return {"": module}
+    if target == "blocks":
+        found = dict(_blocks(module, ""))
+        if not found:
+            raise ValueError(
+                f"target='blocks' found no block in {type(module).__name__}: no ModuleList or Sequential holds two or "
+                "more modules of one class that have submodules of their own. Use target='step' or a list of names."
+            )
+        return found
+    known = dict(module.named_modules())
+    for name in target:
+        if name not in known or not name:
+            names = ", ".join(sorted(key for key, _ in module.named_children())[:20])
+            raise ValueError(
+                f"target names the submodule {name!r}, which {type(module).__name__} does not have. "
+                f"Expected names as in named_modules(), for instance {names or 'none: it has no submodules'}."
+            )
+    return {name: known[name] for name in target}
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    """Repeated blocks, outermost first: siblings of one class in a list that do more than one torch layer does."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        siblings = list(child.named_children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
+        kinds = [type(sibling) for _, sibling in siblings]
+        chosen = {kind for kind in kinds if kinds.count(kind) > 1 and not _is_plain_layer(kind)}
+        for sibling_name, sibling in siblings:
+            if type(sibling) in chosen and any(True for _ in sibling.parameters()):
+                yield f"{path}.{sibling_name}", sibling
+            else:
+                yield from _blocks(sibling, f"{path}.{sibling_name}.")
+        if not siblings:
+            yield from _blocks(child, f"{path}.")
+
+
+def _is_plain_layer(kind: type) -> bool:
+    """Linear, ReLU and the like: compiled alone they have nothing to fuse. Transformer layers do."""
+    return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.transformer"

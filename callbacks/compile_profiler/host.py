@@ -1,0 +1,236 @@
+"""The door to Lightning: everything of a Trainer that is not part of its documented interface.
+
+Names checked on lightning 2.5 to 2.6; ``lightning.pytorch`` and the separate ``pytorch_lightning`` are told apart by
+what the trainer at hand is, never by an import.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from compile_profiler.arms import Arm, Call, EagerArm, called_once, patched
+from compile_profiler.guard import Guard
+from compile_profiler.records import Environment, Stage
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule
+else:
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError:  # only the separate package is installed
+        from pytorch_lightning import Callback
+
+    LightningModule = Any
+
+Trainer = Any
+"""A Trainer of either package; its private parts are this file's business, so no type checker can help."""
+
+__all__ = ["Callback", "LightningModule", "NoLossError", "StepDoor", "Trainer"]
+
+_STAGES: dict[str, Stage] = {
+    "train": "train",
+    "sanity_check": "sanity",
+    "validate": "validate",
+    "test": "test",
+    "predict": "predict",
+}
+
+
+class NoLossError(RuntimeError):
+    """The step returned no loss for this batch, so there is no backward pass to time."""
+
+
+def x_axis(trainer: Trainer) -> int:
+    """The number at which Lightning plots what the module logs in the training step at hand."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def at_boundary(trainer: Trainer) -> bool:
+    """Whether the batch at hand ends with an optimizer step, so that no accumulation window is open."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def logs_this_step(trainer: Trainer) -> bool:
+    """Whether Lightning sends the module's own values of this training step to the loggers."""
+    return bool(trainer.log_every_n_steps and trainer._logger_connector.should_update_logs) or trainer.fast_dev_run
+
+
+def stage_of(trainer: Trainer) -> Stage:
+    """The stage that the trainer is in; training where it is in none."""
+    stage = trainer.state.stage
+    return _STAGES.get(str(stage.value) if stage is not None else "train", "train")
+
+
+def unsupported(trainer: Trainer, module: LightningModule) -> str | None:
+    """Why this run cannot be measured fairly, or ``None``."""
+    strategy = type(trainer.strategy).__name__
+    if strategy != "SingleDeviceStrategy":
+        return f"the strategy {strategy} on {trainer.world_size} process(es)"
+    if not module.automatic_optimization:
+        return "manual optimization, where the step itself moves the optimizers"
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        return "a training_step that takes the dataloader_iter, so a batch cannot be run twice"
+    return None
+
+
+def warn(message: str) -> None:
+    """One warning on rank 0."""
+    rank_zero_warn(f"CompileProfiler: {message}", stacklevel=5)
+
+
+def inform(trainer: Trainer, message: str) -> None:
+    """One line on the console of rank 0, where Lightning prints its own."""
+    importlib.import_module(f"{_package(trainer)}.utilities.rank_zero").rank_zero_info(f"CompileProfiler: {message}")
+
+
+def log_scalars(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
+    """Send scalars to every logger of the trainer."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(values), step)
+
+
+def log_text(trainer: Trainer, tag: str, text: str, step: int) -> None:
+    """Send a text to the loggers that can show one: TensorBoard's ``add_text``."""
+    for logger in trainer.loggers:
+        experiment = getattr(logger, "experiment", None)
+        if callable(getattr(type(experiment), "add_text", None)):  # of the class: a dummy has every attribute
+            experiment.add_text(tag, text, step)
+
+
+def environment(trainer: Trainer) -> Environment:
+    """Versions, device and settings that the numbers depend on."""
+    device = trainer.strategy.root_device
+    package = _package(trainer).partition(".")[0]
+    return Environment(
+        torch=torch.__version__,
+        lightning=getattr(importlib.import_module(package), "__version__", None),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        precision=str(trainer.precision),
+        strategy=type(trainer.strategy).__name__,
+        world_size=trainer.world_size,
+        tf32=torch.get_float32_matmul_precision() != "highest" if device.type == "cuda" else None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+class StepDoor:
+    """Where a step passes from the Trainer to the module and its loss back into ``backward``.
+
+    Between ``open`` and ``close`` the strategy's step methods and the precision plugin's ``backward`` pass through
+    here. What the Trainer and other callbacks see of the module stays as its author wrote it: a stand-in for the step
+    is on it only from the strategy to the call.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._undo = ExitStack()
+        self._strategy_step: Call = trainer.strategy.training_step
+        self._precision_backward: Call = trainer.strategy.precision_plugin.backward
+        self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def open(self, guard: Guard, hooks: Iterable[str]) -> None:
+        """Let the step methods in ``hooks`` run under ``guard``."""
+        strategy, precision = self._trainer.strategy, self._trainer.strategy.precision_plugin
+        patches: list[tuple[Any, str, Any]] = [
+            (strategy, hook, self._entry(hook, getattr(strategy, hook), guard)) for hook in hooks
+        ]
+        patches.append((precision, "backward", self._exit(guard)))
+        self._undo.enter_context(patched(patches))
+
+    def close(self) -> None:
+        """Take everything off again; may be called twice."""
+        self._undo.close()
+        self.last_call = None
+
+    def _entry(self, hook: str, step: Call, guard: Guard) -> Call:
+        run = functools.partial(guard.forward, hook)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            if hook == "training_step":
+                self.last_call = (args, kwargs)
+            with called_once(self._module, hook, run):
+                return step(*args, **kwargs)
+
+        return enter
+
+    def _exit(self, guard: Guard) -> Call:
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            def run(loss: Tensor) -> None:
+                self._precision_backward(loss, *args, **kwargs)
+
+            guard.backward(run, tensor, self._eager_loss)
+
+        return backward
+
+    def _eager_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of the user's own step, without a second round of hooks and logs."""
+        with self._trainer.strategy.precision_plugin.train_step_context():
+            output = EagerArm(self._module).run("training_step", *args, **kwargs)
+        return self._scaled(loss_of(output))
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """As the closure and the precision plugin scale a loss before ``backward``."""
+        loss = loss / self._trainer.accumulate_grad_batches
+        scaler = getattr(self._trainer.strategy.precision_plugin, "scaler", None)
+        return loss if scaler is None else scaler.scale(loss)
+
+    def one_pass(self, arm: Arm, parameters: Iterable[nn.Parameter], *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of one batch as in training, without hooks, logging and optimizer step.
+
+        Gradients are set to ``None`` between the two, where Lightning does it.
+
+        Returns:
+            The detached loss as the step returned it, a scalar.
+
+        Raises:
+            NoLossError: the step returned none.
+        """
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
+            with called_once(self._module, "training_step", functools.partial(arm.run, "training_step")):
+                output = self._strategy_step(*args, **kwargs)
+            loss = loss_of(output)
+            for parameter in parameters:
+                parameter.grad = None
+            optimizer = self._trainer.optimizers[0] if self._trainer.optimizers else None
+            self._precision_backward(self._scaled(loss), self._module, optimizer)
+        return loss.detach()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Loggers that swallow everything, for what a step sends to ``self.logger`` directly."""
+        logger = importlib.import_module(f"{_package(self._trainer)}.loggers.logger").DummyLogger
+        with patched([(self._trainer, "_loggers", [logger() for _ in self._trainer.loggers])]):
+            yield
+
+    def roots(self) -> list[Any]:
+        """What a step could write beside the module: the optimizers' parameter groups."""
+        return [optimizer.param_groups for optimizer in self._trainer.optimizers]
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in the output of a ``training_step``.
+
+    Raises:
+        NoLossError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise NoLossError(f"training_step returned {type(output).__name__} without a loss")
+    return loss
+
+
+def _package(trainer: Trainer) -> str:
+    """The package that the trainer at hand comes from, also where its class is the user's own."""
+    modules = [kind.__module__ for kind in type(trainer).__mro__]
+    return "lightning.pytorch" if any(name.startswith("lightning.") for name in modules) else "pytorch_lightning"
