@@ -52,11 +52,12 @@ class _Record:
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(
-                    f"{type(self).__name__}.{spec.name} must be a finite number or None, got {value}. "
-                    "A figure that is not known is None."
-                )
+            for item in value.values() if isinstance(value, Mapping) else (value,):
+                if isinstance(item, float) and not math.isfinite(item):
+                    raise ValueError(
+                        f"{type(self).__name__}.{spec.name} must be a finite number or None, got {item}. "
+                        "A figure that is not known is None."
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +290,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _is_required(spec: dataclasses.Field[Any]) -> bool:
+    return spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+
+
 def _build(kind: Any, value: Any, where: str) -> Any:
     """``value`` as an instance of the annotation ``kind``; ``where`` names it in errors."""
     origin = typing.get_origin(kind)
@@ -306,6 +311,9 @@ def _build(kind: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where} must be an object, got {value!r}.")
         hints = typing.get_type_hints(kind)
         known = {key: _build(hints[key], item, f"{where}.{key}") for key, item in value.items() if key in hints}
+        missing = [spec.name for spec in dataclasses.fields(kind) if _is_required(spec) and spec.name not in known]
+        if missing:
+            raise ValueError(f"{where} lacks {', '.join(missing)}.")
         return typing.cast(type, kind)(**known)
     elif origin is tuple:
         matches = isinstance(value, (list, tuple))
@@ -320,5 +328,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     else:
         matches, built = isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), value
     if not matches:
-        raise ValueError(f"{where} must be {getattr(kind, '__name__', kind)}, got {value!r}.")
+        options = ", ".join(repr(option) for option in typing.get_args(kind))
+        expected = f"one of {options}" if origin is Literal else getattr(kind, "__name__", kind)
+        raise ValueError(f"{where} must be {expected}, got {value!r}.")
     return built

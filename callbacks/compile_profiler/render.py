@@ -1,0 +1,300 @@
+"""A report for people: the table at the end of fit, the Markdown of TensorBoard's Text tab."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import IO, TypeVar
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from compile_profiler.records import Compiles, Drift, EndToEnd, Environment, Event, Report, Speedup
+
+T = TypeVar("T")
+Row = tuple[str, str, str]  # what, value, what the value rests on
+
+UNKNOWN = "\N{EN DASH}"
+PLAIN_WIDTH = 100  # columns where the output is no terminal: fits a log viewer, and most rows stay on one line
+MAX_TEXT = 240  # characters of one cell: guards and configurations can be pages long
+MAX_VALUE = 28  # columns of a value in the table; a longer one would squeeze the other columns out
+MAX_EVENTS_IN_TABLE = 3  # the table is read at a glance
+MAX_EVENTS_IN_MARKDOWN = 50  # the page is scrolled; the JSON file has them all
+STYLES = {"compiled": "green", "eager": "yellow", "undecided": "cyan"}
+
+
+def table(report: Report) -> Table:
+    """The end-of-fit table: about a dozen rows of what was found, its value, what the value rests on.
+
+    >>> table(Report()).row_count
+    13
+    """
+    grid = Table(title="CompileProfiler", box=SIMPLE, show_header=False)
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(no_wrap=True, max_width=MAX_VALUE)
+    grid.add_column(overflow="fold")
+    for index, row in enumerate([*_rows(report), *_event_rows(report.compiles.events)]):
+        # Text, not str: a name such as "[red]" is shown, not obeyed as rich markup.
+        what, value, basis = (Text(one_line(cell)) for cell in row)
+        if index == 0:
+            value.stylize(STYLES[report.verdict.decision])
+        grid.add_row(what, value, basis)
+    return grid
+
+
+def print_table(report: Report, file: IO[str] | None = None) -> None:
+    """Print ``table(report)`` to ``file`` or standard output: in colour on a terminal, as plain text elsewhere."""
+    console = Console(file=file)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    with console.capture() as captured:
+        console.print(table(report))
+    # A log file in an older encoding has no en dash, and rich would raise there.
+    console.file.write(captured.get().encode(console.encoding, "replace").decode(console.encoding))
+    console.file.flush()
+
+
+def verdict_markdown(report: Report) -> str:
+    """The decision and the figures it rests on, as a Markdown card.
+
+    >>> print(verdict_markdown(Report()).splitlines()[0])
+    ### undecided: pending
+    """
+    (_, verdict, message), *rows = _rows(report)
+    return f"### {escape(verdict)}\n\n{escape(message)}\n\n" + _markdown(("figure", "value", "rests on"), rows)
+
+
+def events_markdown(report: Report) -> str:
+    """What the compiler did, place by place, as a Markdown table; what can be acted on comes before plain graphs.
+
+    >>> print(events_markdown(Report()))
+    The compiler has not done anything yet.
+    """
+    events = report.compiles.events
+    if not events:
+        return "The compiler has not done anything yet."
+    header = ("kind", "where", "function", "owner", "cause", "count", "seconds", "first seen", "detail")
+    rows = [
+        (
+            event.kind,
+            _place_of(event),
+            event.function,
+            event.owner,
+            event.cause,
+            f"{event.count:,}",
+            known(event.seconds, seconds),
+            f"{event.stage}, step {event.step:,}",
+            _joined(event.detail, event.hint, by="; "),
+        )
+        for event in _by_use(events)[:MAX_EVENTS_IN_MARKDOWN]
+    ]
+    left_out = len(events) - len(rows)
+    note = f"\n\n{count(left_out, 'more place')} in `compile_profile.json`." if left_out else ""
+    return _markdown(header, [[cell or UNKNOWN for cell in row] for row in rows]) + note
+
+
+def _rows(report: Report) -> list[Row]:
+    """Every figure of the faces, once; the verdict comes first."""
+    verdict, time, memory = report.verdict, report.time, report.memory
+    eager_time, eager_peak = known(time.eager_s, seconds), known(memory.eager_peak_bytes, size)
+    at = "" if verdict.decision == "undecided" else f"step {verdict.step:,}: "
+    config = (f"{key}={value}" for key, value in verdict.config.items() if key != "backend" and value is not None)
+    return [
+        ("verdict", f"{verdict.decision}: {verdict.reason}", at + verdict.message),
+        ("configuration", known(verdict.config.get("backend"), str), _joined(*config)),
+        ("speedup of a pass", known(report.speedup.median, ratio), _speedup_basis(report.speedup)),
+        ("speedup of a step", known(report.end_to_end.speedup, ratio), _end_to_end_basis(report.end_to_end)),
+        ("time of a pass", known(time.compiled_s, seconds), f"compiled; eager {eager_time}"),
+        ("compiling", known(time.compile_s, seconds), "extra time of steps in which something compiled"),
+        ("measuring", known(time.probe_s, seconds), _told("{:.1f} % of training time", time.overhead_pct)),
+        ("net saved", known(time.saved_s, seconds), _told("compiling is paid back at step {:,}", time.break_even_step)),
+        ("graphs", f"{report.compiles.graphs:,}", _compiles_basis(report.compiles)),
+        ("loss drift", known(report.drift.loss_rel, small), _drift_basis(report.drift)),
+        ("gradient drift", known(report.drift.grad_rel, small), _gradient_basis(report.drift)),
+        ("peak memory", known(memory.compiled_peak_bytes, size), f"compiled; eager {eager_peak}"),
+        ("measured on", known(report.environment.device, str), _environment_basis(report.environment)),
+    ]
+
+
+def _event_rows(events: tuple[Event, ...]) -> list[Row]:
+    rows: list[Row] = [
+        (event.kind, f"{event.count:,} x", _joined(_place_of(event), event.function, event.cause, event.detail))
+        for event in _by_use(events)[:MAX_EVENTS_IN_TABLE]
+    ]
+    left_out = len(events) - len(rows)
+    return rows if not left_out else [*rows, ("", "", f"{count(left_out, 'more place')} in compile_profile.json")]
+
+
+def _by_use(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.kind == "graph")  # stable: otherwise in the order of happening
+
+
+def _place_of(event: Event) -> str | None:
+    return None if event.file is None else place(event.file, event.line)
+
+
+def _speedup_basis(speedup: Speedup) -> str:
+    void = _joined(*(f"{number:,} {reason}" for reason, number in speedup.void.items()))
+    reasons = f" ({void})" if void else ""
+    return _joined(
+        _interval(speedup.low, speedup.high), count(speedup.num_pairs, "pair"), f"{speedup.num_void:,} void{reasons}"
+    )
+
+
+def _end_to_end_basis(end_to_end: EndToEnd) -> str:
+    return _joined(
+        _interval(end_to_end.low, end_to_end.high),
+        _told("by {}", end_to_end.method),
+        _told("{} a step", end_to_end.step_s, seconds),
+        _told("{:.0%} of it compute", end_to_end.compute_share),
+        "input-bound" if end_to_end.input_bound else None,
+    )
+
+
+def _compiles_basis(found: Compiles) -> str:
+    rare = {"eager frame": found.eager_frames, "limit hit": found.limit_hits, "cudagraph skip": found.cudagraph_skips}
+    always = (count(found.recompiles, "recompile"), count(found.graph_breaks, "graph break"))
+    return _joined(*always, *(count(number, noun) for noun, number in rare.items() if number))
+
+
+def _drift_basis(drift: Drift) -> str:
+    judged = {True: "within tolerance", False: "beyond tolerance", None: "not judged"}
+    return _joined(
+        judged[drift.within_tolerance] + _told(" ({})", drift.tolerance, small),
+        _told("random numbers {}", drift.rng),
+        "eager not finite" if drift.eager_finite is False else None,
+        "compiled not finite" if drift.compiled_finite is False else None,
+        *(f"{name} {small(error)} from float64" for name, error in (drift.reference or {}).items()),
+    )
+
+
+def _gradient_basis(drift: Drift) -> str:
+    return _joined(
+        _told("noise floor {}", drift.noise_floor, small),
+        _told("cosine {:.6f}", drift.grad_cosine),
+        _told("worst {}", drift.worst_parameter),
+    )
+
+
+def _environment_basis(environment: Environment) -> str:
+    return _joined(
+        _told("torch {}", environment.torch),
+        _told("lightning {}", environment.lightning),
+        environment.precision,
+        environment.strategy,
+        _told("world size {}", environment.world_size),
+        "tf32" if environment.tf32 else None,
+        "deterministic" if environment.deterministic else None,
+    )
+
+
+def _interval(low: float | None, high: float | None) -> str | None:
+    return None if low is None or high is None else f"{ratio(low)} to {ratio(high)}"
+
+
+def _joined(*parts: str | None, by: str = ", ") -> str:
+    return by.join(part for part in parts if part)
+
+
+def _told(template: str, value: T | None, form: Callable[[T], object] = lambda value: value) -> str:
+    """``template`` about a known figure, nothing about an unknown one."""
+    return "" if value is None else template.format(form(value))
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([escape(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def one_line(text: str) -> str:
+    """``text`` without line breaks and control characters, cut at ``MAX_TEXT`` characters.
+
+    >>> one_line("a" + chr(10) + "  b" + chr(27) + "[0m")
+    'a b [0m'
+    """
+    # Neither are lone surrogates, found in the names of files that are not UTF-8, printable.
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 3] + "..."
+
+
+def escape(text: str) -> str:
+    r"""``one_line(text)`` as Markdown that shows it literally, in a table cell too.
+
+    >>> print(escape("<lambda> a|b __init__"))
+    &lt;lambda&gt; a\|b \_\_init\_\_
+    """
+    return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(one_line(text), quote=False))
+
+
+def known(value: T | None, form: Callable[[T], str]) -> str:
+    """``form(value)``, or a dash for what is not known: never a zero.
+
+    >>> known(0.5, ratio), known(None, ratio) == UNKNOWN
+    ('0.50x', True)
+    """
+    return UNKNOWN if value is None else form(value)
+
+
+def place(file: str, line: int | None) -> str:
+    """``file:line`` with the last two parts of the path, enough to find it in one's own project.
+
+    >>> place("/home/user/project/models/gpt.py", 41)
+    'models/gpt.py:41'
+    """
+    return "/".join(re.split(r"[\\/]", file)[-2:]) + _told(":{}", line)
+
+
+def seconds(value: float) -> str:
+    """A duration with its unit.
+
+    >>> seconds(0.0225), seconds(-17), seconds(5400), seconds(0)
+    ('22.5 ms', '-17.0 s', '1.50 h', '0.00 s')
+    """
+    units = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    scale, unit = next((pair for pair in units if abs(value) >= pair[0]), (1.0, "s"))
+    return f"{_three_digits(value / scale)} {unit}"
+
+
+def size(num_bytes: int) -> str:
+    """An amount of memory with its unit.
+
+    >>> size(3 * 2**29), size(2**19)
+    ('1.50 GiB', '0.50 MiB')
+    """
+    scale, unit = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{_three_digits(num_bytes / scale)} {unit}"
+
+
+def ratio(value: float) -> str:
+    """A speedup.
+
+    >>> ratio(1.3249)
+    '1.32x'
+    """
+    return f"{value:.2f}x"
+
+
+def small(value: float) -> str:
+    """A number of which the order of magnitude matters.
+
+    >>> small(1.23e-7), small(0.0)
+    ('1.2e-07', '0')
+    """
+    return f"{value:.1e}" if value else "0"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count(1, "pair"), count(2000, "pair")
+    ('1 pair', '2,000 pairs')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _three_digits(value: float) -> str:
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}"

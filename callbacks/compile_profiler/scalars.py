@@ -1,0 +1,86 @@
+"""The one list of logged tags: the unit of each, its meaning, where it is read off the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from compile_profiler.records import Report
+
+VERDICT_TAG = "compile/verdict"  # text: why the run is compiled or eager
+EVENTS_TAG = "compile/events"  # text: what the compiler did, place by place
+
+
+@dataclass(frozen=True, slots=True)  # positional, unlike the records: the rows below are read as a table
+class Scalar:
+    """One logged figure.
+
+    Attributes:
+        tag: name under which every logger gets it.
+        unit: unit of the logged number, ``ratio`` for a pure number.
+        meaning: what the number says, in one line.
+        read: the number on a report, in ``unit``; ``None`` while it is not known.
+    """
+
+    tag: str
+    unit: str
+    meaning: str
+    read: Callable[[Report], float | None]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _mib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / 2**20
+
+
+_MIB = "MiB = bytes / 2^20"
+
+# One pass is one forward and backward; one step is all of a training step, data loading and optimizer included.
+SCALARS = (
+    Scalar("compile/speedup", "ratio", "eager over compiled time of a pass, median pair", lambda r: r.speedup.median),
+    Scalar("compile/speedup_low", "ratio", "lower end of the interval of that median", lambda r: r.speedup.low),
+    Scalar("compile/speedup_high", "ratio", "upper end of the interval of that median", lambda r: r.speedup.high),
+    Scalar("compile/end_to_end_speedup", "ratio", "the same for a whole step", lambda r: r.end_to_end.speedup),
+    Scalar("compile/step_ms/eager", "ms", "time of an eager pass, median", lambda r: _ms(r.time.eager_s)),
+    Scalar("compile/step_ms/compiled", "ms", "time of a compiled pass, median", lambda r: _ms(r.time.compiled_s)),
+    Scalar("compile/step_ms/total", "ms", "time of a whole step", lambda r: _ms(r.end_to_end.step_s)),
+    Scalar("compile/graphs", "count", "graphs compiled for training, recompiled included", lambda r: r.compiles.graphs),
+    Scalar("compile/recompiles", "count", "graphs compiled again for training", lambda r: r.compiles.recompiles),
+    Scalar("compile/graph_breaks", "count", "cuts in the graphs of training", lambda r: r.compiles.graph_breaks),
+    Scalar("compile/compile_s", "s", "extra time of steps in which something compiled", lambda r: r.time.compile_s),
+    Scalar("compile/drift/loss_rel", "ratio", "distance of the two losses over eager's", lambda r: r.drift.loss_rel),
+    Scalar("compile/drift/grad_rel", "ratio", "distance of the two gradients over eager's", lambda r: r.drift.grad_rel),
+    Scalar("compile/drift/grad_cosine", "ratio", "cosine of the two gradients", lambda r: r.drift.grad_cosine),
+    Scalar("compile/drift/noise_floor", "ratio", "`grad_rel` of eager against eager", lambda r: r.drift.noise_floor),
+    Scalar("compile/saved_s", "s", "time saved, net of compiling and measuring", lambda r: r.time.saved_s),
+    Scalar("compile/overhead_pct", "%", "share of training time spent on measuring", lambda r: r.time.overhead_pct),
+    Scalar("compile/peak_mb/eager", _MIB, "peak memory of an eager pass", lambda r: _mib(r.memory.eager_peak_bytes)),
+    Scalar("compile/peak_mb/compiled", _MIB, "the same, compiled pass", lambda r: _mib(r.memory.compiled_peak_bytes)),
+    Scalar("compile/active", "flag", "1 compiled or undecided, 0 eager", lambda r: r.verdict.decision != "eager"),
+)
+
+
+def scalars(report: Report) -> dict[str, float]:
+    """The known figures of ``report`` by tag, ready for ``logger.log_metrics``; an unknown one is left out.
+
+    >>> from compile_profiler.records import Speedup, Time
+    >>> scalars(Report(speedup=Speedup(median=1.25), time=Time(eager_s=0.5)))["compile/step_ms/eager"]
+    500.0
+    >>> "compile/step_ms/compiled" in scalars(Report())
+    False
+    """
+    read = ((scalar.tag, scalar.read(report)) for scalar in SCALARS)
+    return {tag: float(value) for tag, value in read if value is not None}
+
+
+def markdown_table() -> str:
+    """The table of tags in ``docs/scalars.md``.
+
+    >>> print(markdown_table().splitlines()[2])
+    | `compile/speedup` | ratio | eager over compiled time of a pass, median pair |
+    """
+    rows = [f"| `{scalar.tag}` | {scalar.unit} | {scalar.meaning} |" for scalar in SCALARS]
+    return "\n".join(["| tag | unit | meaning |", "|---|---|---|", *rows])
