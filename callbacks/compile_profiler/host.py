@@ -64,6 +64,12 @@ def logs_this_step(trainer: Trainer) -> bool:
     return bool(trainer.log_every_n_steps and trainer._logger_connector.should_update_logs) or trainer.fast_dev_run
 
 
+def autocast_dtype(trainer: Trainer) -> torch.dtype | None:
+    """What the trainer's mixed precision computes in, or ``None``."""
+    precision = str(trainer.precision)
+    return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+
+
 def stage_of(trainer: Trainer) -> Stage:
     """The stage that the trainer is in; training where it is in none."""
     stage = trainer.state.stage
@@ -101,7 +107,7 @@ def log_scalars(trainer: Trainer, values: Mapping[str, float], step: int) -> Non
 def log_text(trainer: Trainer, tag: str, text: str, step: int) -> None:
     """Send a text to the loggers that can show one: TensorBoard's ``add_text``."""
     for logger in trainer.loggers:
-        experiment = getattr(logger, "experiment", None)
+        experiment: Any = getattr(logger, "experiment", None)
         if callable(getattr(type(experiment), "add_text", None)):  # of the class: a dummy has every attribute
             experiment.add_text(tag, text, step)
 
@@ -138,13 +144,13 @@ class StepDoor:
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
-    def open(self, guard: Guard, hooks: Iterable[str]) -> None:
-        """Let the step methods in ``hooks`` run under ``guard``."""
+    def open(self, guards: Mapping[str, Guard]) -> None:
+        """Let each of these step methods run under its guard."""
         strategy, precision = self._trainer.strategy, self._trainer.strategy.precision_plugin
         patches: list[tuple[Any, str, Any]] = [
-            (strategy, hook, self._entry(hook, getattr(strategy, hook), guard)) for hook in hooks
+            (strategy, hook, self._entry(hook, getattr(strategy, hook), guard)) for hook, guard in guards.items()
         ]
-        patches.append((precision, "backward", self._exit(guard)))
+        patches.append((precision, "backward", self._exit(guards["training_step"])))
         self._undo.enter_context(patched(patches))
 
     def close(self) -> None:

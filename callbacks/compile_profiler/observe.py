@@ -169,6 +169,10 @@ class Observer:
         self._num_graphs = self._counter("stats", "unique_graphs")
         self._num_cudagraph_skips = self._counter("inductor", "cudagraph_skips")
 
+    def compiling(self) -> bool:
+        """Whether anything began to compile since the last look."""
+        return self._began
+
     def poll(self, stage: Stage, *, step: int, epoch: int) -> bool:
         """Take what was compiled since the last look as events of ``stage``; whether there was anything."""
         self.start()

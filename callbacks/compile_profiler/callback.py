@@ -1,0 +1,302 @@
+"""The callback: Lightning says when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from compile_profiler import arms, host
+from compile_profiler.export import Export
+from compile_profiler.records import Report
+from compile_profiler.render import print_table
+from compile_profiler.session import Session, Settings
+from compile_profiler.verdict import DriftPolicy, Limits
+
+Target = Literal["step", "forward", "blocks"]
+EndToEndMethod = Literal["estimate", "windows", "off"]
+
+
+class CompileProfiler(host.Callback):
+    """Compiles the module at fit start, keeps proving that it pays, goes back to eager when it does not.
+
+    Example::
+
+        profiler = CompileProfiler()
+        Trainer(callbacks=[profiler]).fit(module)
+        print(profiler.report.verdict.message)
+
+    After ``warmup_steps`` compiled steps it runs a pair on every ``pair_every_n_steps``-th batch: the batch just
+    trained once more through the eager and the compiled arm, forward and backward, in a sandbox that leaves no trace.
+    Pairs go on until the evidence decides or ``max_pairs`` are spent; later ones are as sparse as ``overhead_budget``
+    asks.
+
+    Cost: one pair takes some ten passes and, while it runs, a copy of parameters, buffers and batch and two sets of
+    gradients. An ordinary step costs two hooks and what the failure guard keeps; the device is not synchronised.
+
+    Args:
+        target: what to compile. ``"step"``: the whole ``training_step``, so that the compiler sees the loss too;
+            ``"forward"``: the module's ``forward``; ``"blocks"``: each repeated block of a ``ModuleList`` or
+            ``Sequential``, one compile for all; or a list of submodule names.
+        backend: as in ``torch.compile``, a callable too.
+        mode: as in ``torch.compile``.
+        dynamic: as in ``torch.compile``.
+        fullgraph: as in ``torch.compile``.
+        options: as in ``torch.compile``.
+        stages: ``("train",)``; add ``"validate"`` to compile ``validation_step`` too.
+        warmup_steps: clean compiled steps in a row before the first pair.
+        min_speedup: below this speedup of forward and backward the run goes back to eager.
+        confidence: of the decision: the share of runs in which a gain or a loss of speed is not claimed wrongly.
+        max_pairs: evidence budget of one decision, in pairs; 0 compiles and observes, and never measures.
+        pair_every_n_steps: distance between two pairs while undecided, in optimizer steps.
+        overhead_budget: share of training time that measuring may take after the decision.
+        end_to_end: how the speedup of the whole step is found; ``"off"`` leaves it out.
+        drift: ``"fallback"``: results that keep differing beyond the tolerance end in eager; ``"warn"``: they are only
+            reported; ``"off"``: results are not compared.
+        drift_tolerance: limit on the relative distance of loss and gradients; ``None`` takes it from the dtype.
+        drift_reference: ``"float64"`` compares both arms with a double precision run.
+        fallback: ``False`` keeps the run compiled whatever the verdict; only errors still go to eager.
+        seed: of the private coin that orders the arms.
+        log: send scalars and texts to the trainer's loggers.
+        verbose: print a line at each decision and a table at the end of fit.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value that cannot work.
+    """
+
+    def __init__(
+        self,
+        target: Target | Sequence[str] = "step",
+        *,
+        backend: str | Callable[..., Any] = "inductor",
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        fullgraph: bool = False,
+        options: Mapping[str, Any] | None = None,
+        stages: Sequence[str] = ("train",),
+        warmup_steps: int = 3,
+        min_speedup: float = 1.02,
+        confidence: float = 0.95,
+        max_pairs: int = 40,
+        pair_every_n_steps: int = 5,
+        overhead_budget: float = 0.02,
+        end_to_end: EndToEndMethod = "estimate",
+        drift: DriftPolicy = "fallback",
+        drift_tolerance: float | None = None,
+        drift_reference: Literal["float64"] | None = None,
+        fallback: bool = True,
+        seed: int = 0,
+        log: bool = True,
+        verbose: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_type("backend", backend, (str, Callable), "a name or a callable")
+        _check_type("mode", mode, (str, type(None)), "a name or None")
+        _check_type("dynamic", dynamic, (bool, type(None)), "True, False or None")
+        _check_type("options", options, (Mapping, type(None)), "a mapping or None")
+        for name, flag in {"fullgraph": fullgraph, "fallback": fallback, "log": log, "verbose": verbose}.items():
+            _check_type(name, flag, (bool,), "True or False")
+        _check_number("warmup_steps", warmup_steps, 0, integral=True)
+        _check_number("max_pairs", max_pairs, 0, integral=True)
+        _check_number("pair_every_n_steps", pair_every_n_steps, 1, integral=True)
+        _check_number("seed", seed, -math.inf, integral=True)
+        _check_number("min_speedup", min_speedup, 0)
+        _check_number("confidence", confidence, 0)
+        _check_number("overhead_budget", overhead_budget, 0)
+        if not 0 < overhead_budget <= 1:
+            raise ValueError(
+                f"overhead_budget must lie between 0 and 1, got {overhead_budget}. "
+                "It is a share of training time; to stop measuring after all, use max_pairs=0."
+            )
+        if drift_tolerance is not None:
+            _check_number("drift_tolerance", drift_tolerance, 0)
+        _check_choice("end_to_end", end_to_end, get_args(EndToEndMethod))
+        _check_choice("drift_reference", drift_reference, (None, "float64"))
+        _check_compile_options(backend, mode, options)
+        limits = Limits(
+            min_speedup=min_speedup, confidence=confidence, max_pairs=max_pairs, drift=drift, fallback=fallback
+        )
+        self._settings = Settings(
+            target=_checked_target(target),
+            options={
+                "backend": backend,
+                "mode": mode,
+                "dynamic": dynamic,
+                "fullgraph": fullgraph,
+                "options": None if options is None else dict(options),
+            },
+            stages=_checked_stages(stages),
+            warmup_steps=warmup_steps,
+            pair_every_n_steps=pair_every_n_steps,
+            overhead_budget=overhead_budget,
+            end_to_end=end_to_end,
+            drift_tolerance=drift_tolerance,
+            limits=limits,
+            seed=seed,
+            log=log,
+            verbose=verbose,
+        )
+        self._session: Session | None = None
+        self._report = Report()
+        self._directory = Path()
+
+    @property
+    def report(self) -> Report:
+        """Everything known about the fit at hand, or about the last one."""
+        return self._session.report() if self._session is not None else self._report
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the fit at hand: a copy of the callback, or of a module with its trainer, starts afresh."""
+        return {**self.__dict__, "_session": None, "_report": self.report}
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: host.Trainer, pl_module: host.LightningModule, stage: str) -> None:
+        """Check what can be checked before the first step."""
+        if stage != "fit":
+            return
+        if sum(isinstance(callback, CompileProfiler) for callback in trainer.callbacks) > 1:
+            raise ValueError(
+                "the Trainer has more than one CompileProfiler; a module can be compiled by one. Keep one."
+            )
+        if self._settings.target != "step":
+            arms.submodules(pl_module, self._settings.target)
+        # Here and not when writing: log_dir is a collective that all ranks must call.
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir)
+        self._report = Report()
+
+    def on_sanity_check_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Compile before the first validation step if validation is to be compiled."""
+        if "validate" in self._settings.stages:
+            self._start(trainer, pl_module)
+
+    def on_train_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Compile, once weights are restored and tuners are done."""
+        self._start(trainer, pl_module)
+
+    def _start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        if self._session is None:
+            export = Export(trainer, self._directory, log=self._settings.log, verbose=self._settings.verbose)
+            self._session = Session(self._settings, trainer, pl_module, export)
+            self._session.start()
+
+    def on_train_batch_start(
+        self, trainer: host.Trainer, pl_module: host.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start accounting for a step."""
+        if self._session is not None:
+            self._session.on_step_start()
+
+    def on_train_batch_end(
+        self, trainer: host.Trainer, pl_module: host.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Account for the step; run a pair on its batch if one is due."""
+        if self._session is not None:
+            self._session.on_step_end()
+
+    def on_validation_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Validation leaves caches and clocks in another state than training does."""
+        self._disturb()
+
+    def on_validation_batch_end(
+        self,
+        trainer: host.Trainer,
+        pl_module: host.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Account for what was compiled in validation."""
+        if self._session is not None:
+            self._session.on_validation_step_end()
+
+    def on_save_checkpoint(
+        self, trainer: host.Trainer, pl_module: host.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """So does writing a checkpoint."""
+        self._disturb()
+
+    def on_train_epoch_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """And so does a new epoch, with its loader's workers."""
+        self._disturb()
+
+    def _disturb(self) -> None:
+        if self._session is not None:
+            self._session.on_disturbance()
+
+    def on_train_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Take everything off the module, write the report, show it."""
+        self._close()
+        if self._settings.verbose and trainer.is_global_zero:
+            print_table(self._report)
+
+    def on_exception(self, trainer: host.Trainer, pl_module: host.LightningModule, exception: BaseException) -> None:
+        """Take everything off the module, write the report."""
+        self._close()
+
+    def teardown(self, trainer: host.Trainer, pl_module: host.LightningModule, stage: str) -> None:
+        """The same where neither of the two was called."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._report = self._session.finish()
+            self._session = None
+
+
+def _check_type(name: str, value: Any, types: tuple[Any, ...], expected: str) -> None:
+    if not isinstance(value, types):
+        raise TypeError(f"{name} must be {expected}, got {value!r} of type {type(value).__name__}.")
+
+
+def _check_number(name: str, value: Any, minimum: float, *, integral: bool = False) -> None:
+    kind = "an integer" if integral else "a number"
+    if isinstance(value, bool) or not isinstance(value, (int,) if integral else (int, float)):
+        raise TypeError(f"{name} must be {kind}, got {value!r} of type {type(value).__name__}.")
+    if not minimum <= value or value == math.inf:
+        raise ValueError(f"{name} must be {kind} of at least {minimum}, got {value}.")
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_compile_options(backend: Any, mode: str | None, options: Any) -> None:
+    if isinstance(backend, str) and backend not in (known := arms.known_backends()):
+        raise ValueError(
+            f"backend must be a callable or one of {', '.join(known)}, got {backend!r}. "
+            "torch._dynamo.register_backend adds names."
+        )
+    if mode is not None and backend != "inductor":
+        raise ValueError(f"mode={mode!r} is a setting of backend='inductor', got backend={backend!r}. Leave mode out.")
+    if mode is not None and mode not in (modes := arms.known_modes()):
+        raise ValueError(f"mode must be None or one of {', '.join(modes)}, got {mode!r}.")
+    if mode is not None and options:
+        raise ValueError(f"mode={mode!r} and options={options!r} exclude each other. Keep one of them.")
+
+
+def _checked_target(target: Any) -> str | tuple[str, ...]:
+    if isinstance(target, str):
+        if target not in get_args(Target):
+            raise ValueError(
+                f"target must be one of {', '.join(map(repr, get_args(Target)))} or a list of submodule names, "
+                f"got {target!r}. For one submodule write target=[{target!r}]."
+            )
+        return target
+    if not isinstance(target, Sequence) or not all(isinstance(name, str) for name in target):
+        raise TypeError(f"target must be a name or a list of submodule names, got {target!r}.")
+    if not target or not all(target):
+        raise ValueError(f"target must name at least one submodule and no empty name, got {target!r}.")
+    return tuple(target)
+
+
+def _checked_stages(stages: Any) -> tuple[str, ...]:
+    if isinstance(stages, str) or not isinstance(stages, Sequence):
+        raise TypeError(f"stages must be a sequence of names such as ('train',), got {stages!r}.")
+    if "train" not in stages or not set(stages) <= {"train", "validate"}:
+        raise ValueError(f"stages must be ('train',) or ('train', 'validate'), got {tuple(stages)!r}.")
+    return tuple(stages)

@@ -1,0 +1,124 @@
+"""What one fit has seen, added up into a report."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from compile_profiler.records import Compiles, Drift, EndToEnd, Environment, Memory, Report, Sample, Time, Verdict
+from compile_profiler.stats import break_even_step, end_to_end, median_interval, saved_s, speedup
+
+RECENT_STEPS = 50
+INPUT_BOUND_SHARE = 0.5
+
+
+class Ledger:
+    """Samples, seconds and counts of one fit.
+
+    Args:
+        confidence: of every interval.
+        whole_step: whether to report the speedup of the whole step.
+        read_s: the clock that the length of the fit is read from.
+    """
+
+    def __init__(
+        self, *, confidence: float, whole_step: bool = True, read_s: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._confidence = confidence
+        self._whole_step = whole_step
+        self._read_s = read_s
+        self._began_s = read_s()
+        self._compiling_steps_s: list[float] = []
+        self._recent_steps_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._first_compiled_step = 0
+        self.samples: list[Sample] = []
+        self.num_steps = 0
+        self.num_compiled_steps = 0
+        self.probe_s = 0.0
+        self.memory = Memory()
+
+    def add_step(self, step: int, seconds: float, *, compiling: bool) -> None:
+        """A training step of the compiled arm took so many wall seconds, or compiled something meanwhile."""
+        if not self.num_compiled_steps:
+            self._first_compiled_step = step
+        self.num_compiled_steps += 1
+        (self._compiling_steps_s if compiling else self._recent_steps_s).append(seconds)
+
+    def add_pair(self, sample: Sample, seconds: float) -> None:
+        """A pair was tried; it took so many wall seconds in all."""
+        self.samples.append(sample)
+        self.probe_s += seconds
+
+    @property
+    def num_void_in_a_row(self) -> int:
+        """Pairs since the last usable one."""
+        return next((n for n, sample in enumerate(reversed(self.samples)) if sample.void is None), len(self.samples))
+
+    def steps_per_pair(self, overhead_budget: float) -> float:
+        """Steps between two pairs at which measuring takes this share of training time."""
+        if not self.samples or not self._recent_steps_s:
+            return 0.0
+        pair_s = self.probe_s / len(self.samples)
+        return pair_s / (overhead_budget * statistics.median(self._recent_steps_s))
+
+    def compile_s(self) -> float:
+        """Wall seconds of the steps in which something compiled, less an ordinary step each."""
+        ordinary_s = statistics.median(self._recent_steps_s) if self._recent_steps_s else 0.0
+        return sum(max(0.0, seconds - ordinary_s) for seconds in self._compiling_steps_s)
+
+    def report(self, verdict: Verdict, compiles: Compiles, environment: Environment) -> Report:
+        """Everything known now; a figure that is not known is ``None``."""
+        used = [sample for sample in self.samples if sample.void is None]
+        eager_s = statistics.median([sample.eager_s for sample in used]) if used else None
+        compiled_s = statistics.median([sample.compiled_s for sample in used]) if used else None
+        return Report(
+            verdict=verdict,
+            speedup=speedup(self.samples, self._confidence),
+            end_to_end=self._end_to_end(used, compiled_s) if self._whole_step else EndToEnd(),
+            time=self._time(eager_s, compiled_s),
+            compiles=compiles,
+            drift=next((s.drift for s in reversed(self.samples) if s.drift is not None), Drift()),
+            memory=self.memory,
+            environment=environment,
+        )
+
+    def _end_to_end(self, used: Sequence[Sample], compiled_s: float | None) -> EndToEnd:
+        timed = [(sample, sample.step_s) for sample in used if sample.step_s is not None]
+        if not timed or compiled_s is None:
+            return EndToEnd()
+        step_s = statistics.median([seconds for _, seconds in timed])
+        ratios = [end_to_end(step_s=step_s, eager_s=s.eager_s, compiled_s=s.compiled_s) for s, step_s in timed]
+        interval = median_interval(ratios, self._confidence)
+        # Real steps overlap with their neighbours, a synchronised pass does not: the share can come out above 1.
+        share = min(1.0, compiled_s / step_s)
+        return EndToEnd(
+            speedup=interval.median,
+            low=interval.low,
+            high=interval.high,
+            method="estimate",
+            step_s=step_s,
+            compute_share=share,
+            input_bound=share < INPUT_BOUND_SHARE,
+        )
+
+    def _time(self, eager_s: float | None, compiled_s: float | None) -> Time:
+        elapsed_s = self._read_s() - self._began_s
+        compile_s = self.compile_s()
+        known = Time(
+            compile_s=compile_s,
+            probe_s=self.probe_s,
+            eager_s=eager_s,
+            compiled_s=compiled_s,
+            overhead_pct=100 * self.probe_s / (elapsed_s - self.probe_s) if elapsed_s > self.probe_s else None,
+        )
+        if eager_s is None or compiled_s is None:
+            return known
+        per_step = {"saved_per_step_s": eager_s - compiled_s, "compile_s": compile_s, "probe_s": self.probe_s}
+        return replace(
+            known,
+            saved_s=saved_s(num_compiled_steps=self.num_compiled_steps, **per_step),
+            break_even_step=break_even_step(first_compiled_step=self._first_compiled_step, **per_step),
+        )

@@ -1,0 +1,211 @@
+"""One batch in, one sample out: both arms on the same batch, and no trace of it afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compile_profiler.arms import Arm
+from compile_profiler.clock import Clock, passes_for, peak_bytes
+from compile_profiler.drift import Outcome, compare, distance
+from compile_profiler.records import Drift, Memory, Rng, Sample
+from compile_profiler.sandbox import RandomState, Snapshot
+
+MIN_BLOCK_S = 0.02
+"""A block this long keeps clock and launch noise (some 20 us a pass) and most wake-ups of other processes small."""
+MAX_BLOCK_S = 0.2
+NOISE_EVERY = 10
+"""One pair in so many also compares eager with eager, which costs one more pass."""
+
+OnePass = Callable[..., Tensor]
+"""``(arm, parameters, *args, **kwargs) -> loss``: forward and backward of one batch, gradients left in ``.grad``."""
+
+
+class Probe:
+    """Measures pairs: the same batch through the eager and the compiled arm, forward and backward.
+
+    A pair costs one untimed pass of each arm, from which drift is read, and a timed block of passes of each, in an
+    order tossed by a private coin. Memory: a copy of all parameters, buffers and the batch, two sets of gradients.
+
+    Args:
+        module: the LightningModule.
+        one_pass: runs one arm on one batch.
+        quiet: context in which nothing that the step sends to loggers arrives.
+        roots: further objects that a step may write.
+        clock: seconds on the module's device.
+        tolerance: limit on drift, ``None`` to show drift without judging it.
+        matched_rng: whether the compiled arm draws the same random numbers as eager.
+        seed: of the coin.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        one_pass: OnePass,
+        quiet: Callable[[], AbstractContextManager[None]],
+        roots: Callable[[], Iterable[Any]],
+        clock: Clock,
+        tolerance: float | None,
+        matched_rng: bool,
+        seed: int,
+    ) -> None:
+        self._module = module
+        self._one_pass = one_pass
+        self._quiet = quiet
+        self._roots = roots
+        self._clock = clock
+        self._tolerance = tolerance
+        self._matched_rng = matched_rng
+        self._coin = random.Random(seed)
+        self._num_passes: dict[str, int] = {}
+        self._noise_floor: float | None = None
+        self._num_pairs = 0
+        self.memory: Memory | None = None
+
+    def measure(
+        self,
+        eager: Arm,
+        compiled: Arm,
+        *args: Any,
+        step: int,
+        step_s: float | None,
+        compiled_something: Callable[[], bool],
+        **kwargs: Any,
+    ) -> Sample:
+        """Run one pair on the batch in ``args`` and put everything back.
+
+        Args:
+            eager: the arm that serves as the measure.
+            compiled: the arm that is measured.
+            *args: what ``training_step`` was called with.
+            step: x-axis number of the batch.
+            step_s: seconds of a whole step in the window before, handed on to the sample.
+            compiled_something: whether anything was compiled since the pair began; its times are void then.
+            **kwargs: likewise.
+
+        Raises:
+            Exception: whatever a pass raises; everything has been put back then, too.
+        """
+        with self._kept(args, kwargs) as (back, batch):
+            drift, wrote_batch, draft_s = self._compare(eager, compiled, args, kwargs, back, batch)
+            shape = _shape_of(batch)
+            num_passes = self._num_passes.setdefault(
+                shape, passes_for(draft_s, min_block_s=MIN_BLOCK_S, max_block_s=MAX_BLOCK_S)
+            )
+            copies = [batch.duplicate((args, kwargs)) for _ in range(num_passes)] if wrote_batch else None
+            order = [eager, compiled]
+            self._coin.shuffle(order)
+            seconds = {}
+            for arm in order:
+                back()
+                inputs = iter(copies) if copies is not None else _repeated((args, kwargs))
+                seconds[arm.name] = self._clock.timed(partial(self._pass, arm, inputs), num_passes) / num_passes
+                if copies is not None:
+                    copies = [batch.duplicate((args, kwargs)) for _ in range(num_passes)]
+            void = "compiled" if compiled_something() else None
+            if void is None and self.memory is None:
+                self.memory = Memory(
+                    eager_peak_bytes=self._peak(eager, args, kwargs, back),
+                    compiled_peak_bytes=self._peak(compiled, args, kwargs, back),
+                )
+        self._num_pairs += 1
+        return Sample(
+            step=step,
+            eager_s=seconds[eager.name],
+            compiled_s=seconds[compiled.name],
+            num_passes=num_passes,
+            shape=shape,
+            step_s=step_s,
+            void=void,
+            drift=drift,
+        )
+
+    def _pass(self, arm: Arm, inputs: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> Tensor:
+        args, kwargs = next(inputs)
+        return self._one_pass(arm, self._parameters, *args, **kwargs)
+
+    @contextmanager
+    def _kept(self, args: Any, kwargs: Any) -> Iterator[tuple[Callable[[], None], Snapshot]]:
+        """Keep everything a pass can change; yields how to put it back between passes, and the kept batch."""
+        self._parameters = list(self._module.parameters())
+        gradients = [parameter.grad for parameter in self._parameters]
+        numbers = RandomState(self._clock.device)
+        state = Snapshot([self._module, *self._roots()])
+        batch = Snapshot([args, kwargs])
+
+        def back() -> None:
+            state.restore()
+            batch.restore()
+            numbers.restore()
+            # Real gradients in forward: a step that reads .grad would compile another graph without them.
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+        self._numbers = numbers
+        try:
+            with self._quiet():
+                yield back, batch
+        finally:
+            back()
+            self._parameters = []
+
+    def _compare(
+        self, eager: Arm, compiled: Arm, args: Any, kwargs: Any, back: Callable[[], None], batch: Snapshot
+    ) -> tuple[Drift, bool, float]:
+        """The untimed passes: drift, whether the step writes its batch, seconds of the quicker pass."""
+        expected, eager_s = self._outcome(eager, args, kwargs)
+        wrote_batch = bool(batch.changed())
+        rng: Rng = "none" if not self._numbers.moved() else "matched" if self._matched_rng else "unmatched"
+        if self._num_pairs % NOISE_EVERY == 0:
+            back()
+            again, _ = self._outcome(eager, args, kwargs)
+            self._noise_floor = distance(expected, again)
+            del again
+        back()
+        found, compiled_s = self._outcome(compiled, args, kwargs)
+        drift = compare(expected, found, noise_floor=self._noise_floor, rng=rng, tolerance=self._tolerance)
+        return drift, wrote_batch, min(eager_s, compiled_s)
+
+    def _outcome(self, arm: Arm, args: Any, kwargs: Any) -> tuple[Outcome, float]:
+        self._clock.synchronize()
+        start_s = self._clock.now()
+        loss = self._one_pass(arm, self._parameters, *args, **kwargs)
+        self._clock.synchronize()
+        seconds = self._clock.now() - start_s
+        # Cloned: the next pass may write into the same memory, with CUDA graphs also into that of the loss.
+        gradients = {name: _taken(parameter) for name, parameter in self._module.named_parameters()}
+        return Outcome(loss=loss.clone(), gradients=gradients), seconds
+
+    def _peak(self, arm: Arm, args: Any, kwargs: Any, back: Callable[[], None]) -> int | None:
+        back()
+        return peak_bytes(partial(self._one_pass, arm, self._parameters, *args, **kwargs), self._clock.device)
+
+
+def _taken(parameter: nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def _repeated(item: Any) -> Iterator[Any]:
+    while True:
+        yield item
+
+
+def _shape_of(batch: Snapshot) -> str:
+    """The shape class of a batch: shapes and dtypes of its tensors."""
+    return " ".join(f"{tuple(tensor.shape)}:{str(tensor.dtype).removeprefix('torch.')}" for tensor in batch.tensors())
+
+
+def module_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of most of the module's floating point parameters' elements; the default dtype without any."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in module.parameters():
+        if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.get_default_dtype())

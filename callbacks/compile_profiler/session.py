@@ -1,0 +1,328 @@
+"""One fit: what runs compiled, when a pair is due, what follows from what was seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from compile_profiler import host, observe
+from compile_profiler.arms import CompiledArm, EagerArm
+from compile_profiler.clock import Clock
+from compile_profiler.drift import tolerance_for
+from compile_profiler.export import Export
+from compile_profiler.guard import Guard
+from compile_profiler.ledger import Ledger
+from compile_profiler.probe import Probe, module_dtype
+from compile_profiler.records import Reason, Report, Sample, Verdict
+from compile_profiler.sandbox import StateTooLargeError
+from compile_profiler.verdict import Limits, judge
+from compile_profiler.windows import Window
+
+MAX_PROBE_ERRORS = 3
+_MAX_BACKOFF = 10
+_HOOKS = {"train": "training_step", "validate": "validation_step"}
+_FAILURES: dict[Reason, str] = {
+    "compile_error": "Compiling failed",
+    "runtime_error": "The compiled step failed",
+    "out_of_memory": "The compiled step ran out of memory",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of ``CompileProfiler``, checked; ``options`` are those of ``torch.compile``."""
+
+    target: str | tuple[str, ...]
+    options: Mapping[str, Any]
+    stages: tuple[str, ...]
+    warmup_steps: int
+    pair_every_n_steps: int
+    overhead_budget: float
+    end_to_end: str
+    drift_tolerance: float | None
+    limits: Limits
+    seed: int
+    log: bool
+    verbose: bool
+
+
+class Session:
+    """The compiled part of one fit, from start to finish.
+
+    Args:
+        settings: the callback's arguments.
+        trainer: the Trainer.
+        module: its LightningModule.
+        export: where reports go.
+    """
+
+    def __init__(self, settings: Settings, trainer: host.Trainer, module: host.LightningModule, export: Export) -> None:
+        self._settings = settings
+        self._trainer = trainer
+        self._module = module
+        self._export = export
+        self._config: dict[str, Any] = {"target": settings.target, **settings.options}
+        self._config["backend"] = _name_of(settings.options["backend"])
+        self._verdict = Verdict(config=self._config)
+        self._environment = host.environment(trainer)
+        self._ledger = Ledger(confidence=settings.limits.confidence, whole_step=settings.end_to_end != "off")
+        self._observer = observe.Observer()
+        self._clock = Clock(trainer.strategy.root_device)
+        self._window = Window(self._clock)
+        # The three below exist while the run is compiled; without a probe it is compiled and not measured.
+        self._door: host.StepDoor | None = None
+        self._arm: CompiledArm | None = None
+        self._probe: Probe | None = None
+        self._step = 0
+        self._step_began_s = 0.0
+        self._num_clean = 0
+        self._num_since_pair = 0
+        self._num_probe_errors = 0
+        self._news = True  # something to judge
+        self._unlogged = True  # something to log
+
+    # -- beginning and end -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Compile the module, unless this run cannot be compiled or measured fairly."""
+        obstacle = host.unsupported(self._trainer, self._module)
+        if obstacle is not None:
+            return self._refuse("unsupported", f"This version does not measure {obstacle}")
+        obstacle = observe.disabled()
+        if obstacle is not None:
+            return self._refuse("disabled", f"Nothing is compiled: {obstacle}")
+        hooks = [_HOOKS[stage] for stage in self._settings.stages]
+        try:
+            arm = CompiledArm(self._module, target=self._settings.target, hooks=hooks, options=self._settings.options)
+        except Exception as error:  # torch.compile refuses the Python version, the platform or the options
+            return self._refuse("compile_error", f"Compiling failed: {_first_line(error)}")
+        if arm.compiled_names:
+            self._config["modules"] = list(arm.compiled_names)
+        self._arm = arm
+        self._door = host.StepDoor(self._trainer, self._module)
+        self._door.open({hook: Guard(self._module, arm, self._on_failure) for hook in hooks})
+        self._probe = self._new_probe(self._door) if self._settings.limits.max_pairs else None
+        self._observer.start()
+        self._observer.skip()
+        return None
+
+    def _refuse(self, reason: Reason, message: str) -> None:
+        host.warn(f"{message}; training goes on as without the callback.")
+        self._conclude(Verdict(decision="eager", reason=reason, message=f"{message}.", config=self._config))
+
+    def _new_probe(self, door: host.StepDoor) -> Probe:
+        options = self._settings.options
+        own_numbers = options["backend"] == "inductor" and not (options["options"] or {}).get("fallback_random")
+        return Probe(
+            self._module,
+            one_pass=door.one_pass,
+            quiet=door.quiet,
+            roots=door.roots,
+            clock=self._clock,
+            tolerance=self._tolerance(),
+            matched_rng=not own_numbers,
+            seed=self._settings.seed,
+        )
+
+    def _tolerance(self) -> float | None:
+        if self._settings.drift_tolerance is not None:
+            return self._settings.drift_tolerance
+        try:
+            return tolerance_for(
+                module_dtype(self._module),
+                autocast_dtype=host.autocast_dtype(self._trainer),
+                tf32=bool(self._environment.tf32),
+            )
+        except ValueError:  # a dtype for which nobody knows a limit: drift is shown, not judged
+            return None
+
+    def finish(self) -> Report:
+        """Take everything off the module, deliver the result; may be called twice."""
+        self._leave()
+        self._observer.stop()
+        report = self.report()
+        self._export.write(report)
+        self._export.log(report, self._step)
+        return report
+
+    def _leave(self) -> None:
+        """Back to the user's own step; compiled code is released."""
+        if self._door is not None:
+            self._door.close()
+        if self._arm is not None:
+            self._arm.release()
+        self._door = self._arm = self._probe = None
+
+    # -- the training loop -------------------------------------------------------------------------------------------
+
+    def on_step_start(self) -> None:
+        """Before a training step: what was compiled up to here was not compiled for it."""
+        if self._door is not None:
+            if self._observer.compiling():
+                self._observer.skip()
+            self._step_began_s = time.perf_counter()
+
+    def on_step_end(self) -> None:
+        """After a training step: account for it, run a pair if one is due, decide, log."""
+        self._step = host.x_axis(self._trainer)
+        self._ledger.num_steps += 1
+        if self._door is not None:
+            self._account()
+            if self._is_due():
+                self._run_pair()
+            if self._news:
+                self._decide()
+        if self._unlogged and host.logs_this_step(self._trainer):
+            self._unlogged = False
+            self._export.log(self.report(), self._step)
+
+    def _account(self) -> None:
+        seconds = time.perf_counter() - self._step_began_s
+        compiling = self._observer.poll("train", step=self._step, epoch=self._trainer.current_epoch)
+        self._ledger.add_step(self._step, seconds, compiling=compiling)
+        if compiling:
+            self._num_clean = 0
+            self._window.drop()
+            self._news = True
+        else:
+            self._num_clean += 1
+            self._window.step()
+        self._num_since_pair += int(host.at_boundary(self._trainer))
+
+    def on_validation_step_end(self) -> None:
+        """After a batch of validation or the sanity check."""
+        if self._door is not None:
+            stage = host.stage_of(self._trainer)
+            self._news |= self._observer.poll(stage, step=self._step, epoch=self._trainer.current_epoch)
+
+    def on_disturbance(self) -> None:
+        """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
+        self._window.drop()
+        self._num_clean = min(self._num_clean, self._settings.warmup_steps - 1)
+
+    # -- pairs -------------------------------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        return (
+            self._probe is not None
+            and self._num_clean >= self._settings.warmup_steps
+            and self._num_since_pair >= self._pair_interval()
+            and host.at_boundary(self._trainer)
+        )
+
+    def _pair_interval(self) -> float:
+        """Optimizer steps between two pairs: fixed while undecided, afterwards what ``overhead_budget`` allows."""
+        # A model that compiles in every pair would otherwise be measured in vain for ever.
+        interval = self._settings.pair_every_n_steps << min(self._ledger.num_void_in_a_row, _MAX_BACKOFF)
+        if self._verdict.decision == "undecided":
+            return interval
+        return max(interval, self._ledger.steps_per_pair(self._settings.overhead_budget))
+
+    def _run_pair(self) -> None:
+        step_s = self._window.close()
+        began_s = time.perf_counter()
+        sample = self._measured(step_s)
+        if self._settings.limits.drift == "off":
+            sample = replace(sample, drift=None)
+        if self._probe is not None and self._probe.memory is not None:
+            self._ledger.memory = self._probe.memory
+        self._observer.poll("probe", step=self._step, epoch=self._trainer.current_epoch)
+        self._num_since_pair = 0
+        self._news = True
+        self._window.open()
+        self._ledger.add_pair(sample, time.perf_counter() - began_s)
+
+    def _measured(self, step_s: float | None) -> Sample:
+        """The pair on the batch just trained, or a void one that says why there is none."""
+        assert self._probe is not None
+        assert self._arm is not None
+        assert self._door is not None
+        void = "error"
+        try:
+            args, kwargs = self._door.last_call or ((), {})
+            return self._probe.measure(
+                EagerArm(self._module),
+                self._arm,
+                *args,
+                step=self._step,
+                step_s=step_s,
+                compiled_something=self._observer.compiling,
+                **kwargs,
+            )
+        except host.NoLossError:
+            void = "no_loss"
+        except StateTooLargeError as error:
+            void = "state_too_large"
+            self._stop_probing(f"no pairs can be measured: {error}")
+        except torch.OutOfMemoryError:
+            void = "out_of_memory"
+            self._stop_probing("a pair ran out of memory; training goes on unmeasured.")
+        except Exception as error:
+            self._num_probe_errors += 1
+            if self._num_probe_errors == 1:
+                host.warn(f"a pair failed and is not used, the run is not affected: {_first_line(error)}")
+            if self._num_probe_errors == MAX_PROBE_ERRORS:
+                self._stop_probing(f"{MAX_PROBE_ERRORS} pairs have failed; training goes on unmeasured.")
+        return Sample(step=self._step, eager_s=0.0, compiled_s=0.0, void=void)
+
+    def _stop_probing(self, message: str) -> None:
+        host.warn(message)
+        self._probe = None
+
+    # -- deciding ----------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        self._news = False
+        verdict = judge(
+            self._ledger.samples,
+            self._observer.compiles(),
+            limits=self._settings.limits,
+            step=self._step,
+            config=self._config,
+            num_compiled_steps=self._ledger.num_compiled_steps,
+            num_steps_seen=self._ledger.num_steps,
+        )
+        if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
+            self._conclude(verdict)
+            self._export.tell(verdict.message)
+        elif verdict.decision == "undecided":
+            self._verdict = verdict
+        self._unlogged = True
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """Act on a verdict: the one place where the active arm changes."""
+        self._verdict = verdict
+        self._unlogged = True
+        if verdict.decision == "eager":
+            self._leave()
+        self._export.write(self.report())
+
+    def _on_failure(self, error: Exception) -> None:
+        """A compiled step failed and its batch has been trained in eager: so is the rest of the run."""
+        step = host.x_axis(self._trainer)
+        reason: Reason = "compile_error" if self._observer.compiling() else "runtime_error"
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = "out_of_memory"
+        self._observer.poll(host.stage_of(self._trainer), step=step, epoch=self._trainer.current_epoch)
+        message = f"{_FAILURES[reason]}: {_first_line(error)}"
+        host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
+        self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
+
+    def report(self) -> Report:
+        """Everything known now."""
+        return self._ledger.report(self._verdict, self._observer.compiles(), self._environment)
+
+
+def _name_of(backend: Any) -> str:
+    if isinstance(backend, str):
+        return backend
+    return str(getattr(backend, "__qualname__", type(backend).__qualname__))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'without a message'}"
