@@ -1,0 +1,31 @@
+"""One compile cache for the whole test run, and no state carried from one test to the next."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parent.parent / "build" / "inductor-cache")
+)
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    """The same seeds and one thread: with two, tiny operations stall for milliseconds on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path, monkeypatch):
+    """Whatever a Trainer writes without being told where goes into the test's own folder."""
+    monkeypatch.chdir(tmp_path)
