@@ -1,0 +1,118 @@
+"""What a pass costs on one device, synchronised: seconds and bytes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch._C import _autograd
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+
+# No pass through Python is shorter; keeps a clock that stood still from asking for endless passes.
+_MIN_PASS_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds on a device that works while Python runs ahead of it.
+
+    Attributes:
+        device: the device whose work is waited for.
+        read_s: the clock itself, in seconds; tests hand in scripted values.
+
+    >>> times_s = iter([1.0, 4.0])
+    >>> Clock(torch.device("cpu"), read_s=times_s.__next__).timed(lambda: None, num_passes=6)
+    3.0
+    """
+
+    device: torch.device
+    read_s: Callable[[], float] = time.perf_counter
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished what it was given; returns at once where it works in step with Python."""
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type == self.device.type:
+            torch.accelerator.synchronize(self.device)
+
+    def now(self) -> float:
+        """Seconds since some fixed moment, without waiting for the device."""
+        return self.read_s()
+
+    def timed(self, run: Callable[[], object], num_passes: int) -> float:
+        """Seconds of a block of ``num_passes`` calls in a row, up to the end of their work on the device.
+
+        The device is waited for twice, before and after the block, not between passes: launching runs ahead, as it
+        does in training. What ``run`` raises is raised.
+        """
+        self.synchronize()
+        start_s = self.now()
+        for _ in range(num_passes):
+            run()
+        self.synchronize()
+        return self.now() - start_s
+
+
+def passes_for(pass_s: float, *, min_block_s: float, max_block_s: float) -> int:
+    """Passes that make a block long against clock and launch noise, at least one.
+
+    Args:
+        pass_s: seconds of one pass, roughly.
+        min_block_s: length that the block should reach.
+        max_block_s: length that it may not exceed, unless a single pass does.
+
+    Raises:
+        ValueError: ``max_block_s`` is below ``min_block_s``.
+
+    >>> passes_for(0.004, min_block_s=0.03, max_block_s=0.1)
+    8
+    >>> passes_for(2.0, min_block_s=0.03, max_block_s=0.1)
+    1
+    """
+    if max_block_s < min_block_s:
+        raise ValueError(f"max_block_s must be at least min_block_s={min_block_s}, got {max_block_s}.")
+    pass_s = max(pass_s, _MIN_PASS_S)
+    return max(1, min(math.ceil(min_block_s / pass_s), math.floor(max_block_s / pass_s)))
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+    """Most bytes that tensors occupied at one moment of ``run()``, which is called once in any case.
+
+    * A device whose allocator keeps a peak (CUDA, XPU): its peak, weights and everything else alive included. The
+      statistic is process-wide: a peak that the user is tracking starts anew.
+    * CPU: what was allocated during ``run()``, without what was there before, from the allocations that the autograd
+      profiler records, backward included. Costs about 30 us an operation.
+    * ``None`` where that cannot be known: another device, or a CPU whose profiler is in use or missing.
+
+    Eager and compiled figures of one device compare; those of CPU and CUDA do not.
+    """
+    if device.type == "cpu":
+        return _cpu_peak_bytes(run)
+    statistics: Any = getattr(torch, device.type, None)
+    if not hasattr(statistics, "reset_peak_memory_stats"):
+        run()
+        return None
+    statistics.reset_peak_memory_stats(device)
+    run()
+    return int(statistics.max_memory_allocated(device))
+
+
+def _cpu_peak_bytes(run: Callable[[], object]) -> int | None:
+    # The profiler below the one of torch.profiler sees the same allocations at a third of the cost. torch.profiler
+    # takes a second to start for the first time, and writes two lines to stderr at each use (torch 2.13).
+    if _autograd._profiler_enabled() or not hasattr(_autograd, "_enable_profiler_legacy"):
+        run()
+        return None
+    no, yes = False, True
+    _autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, no, yes, no, no, no, _ExperimentalConfig()))
+    try:
+        run()
+    finally:
+        threads: list[list[Any]] = _autograd._disable_profiler_legacy()  # the stub has the wrong type for kind()
+    # One list, in order: without another device backward runs in the calling thread.
+    allocations = (event for events in threads for event in events if event.kind() == "memory_alloc")
+    return max(accumulate((int(event.cpu_memory_usage()) for event in allocations), initial=0))
