@@ -23,6 +23,10 @@ MAX_BLOCK_S = 0.2
 NOISE_EVERY = 10
 """One pair in so many also compares eager with eager, which costs one more pass."""
 
+CONDITIONING_FACTOR = 3.0
+"""Compiled gradients may be this many times as far from eager's as eager's own with each weight moved by one rounding.
+Seen on one H200 (12-layer transformer, 16 residual blocks): 0.5 to 1.0 times, 2.5 under fp16 autocast."""
+
 OnePass = Callable[..., Tensor]
 """``(arm, parameters, *args, **kwargs) -> loss``: forward and backward of one batch, gradients left in ``.grad``."""
 
@@ -40,6 +44,8 @@ class Probe:
         roots: further objects that a step may write.
         clock: seconds on the module's device.
         tolerance: limit on drift, ``None`` to show drift without judging it.
+        roundoff: unit roundoff of the precision at work, by which a distance beyond the tolerance is checked against
+            what rounding does to eager itself; ``None`` where the tolerance is the user's own.
         matched_rng: whether the compiled arm draws the same random numbers as eager.
         seed: of the coin.
     """
@@ -53,6 +59,7 @@ class Probe:
         roots: Callable[[], Iterable[Any]],
         clock: Clock,
         tolerance: float | None,
+        roundoff: float | None,
         matched_rng: bool,
         seed: int,
     ) -> None:
@@ -62,6 +69,7 @@ class Probe:
         self._roots = roots
         self._clock = clock
         self._tolerance = tolerance
+        self._roundoff = roundoff
         self._matched_rng = matched_rng
         self._coin = random.Random(seed)
         self._num_passes: dict[str, int] = {}
@@ -171,7 +179,28 @@ class Probe:
         back()
         found, compiled_s = self._outcome(compiled, args, kwargs)
         drift = compare(expected, found, noise_floor=self._noise_floor, rng=rng, tolerance=self._tolerance)
+        if drift.within_tolerance is False and self._roundoff is not None:
+            back()
+            floor = self._conditioning(eager, expected, args, kwargs)
+            tolerance = max(self._tolerance or 0.0, CONDITIONING_FACTOR * floor)
+            drift = compare(expected, found, noise_floor=self._noise_floor, rng=rng, tolerance=tolerance)
         return drift, wrote_batch, min(eager_s, compiled_s)
+
+    def _conditioning(self, eager: Arm, expected: Outcome, args: Any, kwargs: Any) -> float:
+        """How far eager's own gradients move when each weight moves by one rounding.
+
+        A deep network of ReLU and BatchNorm amplifies a rounding a thousandfold, so that no limit by dtype fits it;
+        what rounding does to eager, compiling may do too.
+        """
+        assert self._roundoff is not None
+        coin = torch.Generator(self._clock.device).manual_seed(self._num_pairs)
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if parameter.dtype.is_floating_point:
+                    toss = torch.rand(parameter.shape, generator=coin, device=parameter.device) < 0.5
+                    parameter.data.mul_(torch.where(toss, 1 + self._roundoff, 1 - self._roundoff))
+        moved, _ = self._outcome(eager, args, kwargs)
+        return distance(expected, moved) or 0.0
 
     def _outcome(self, arm: Arm, args: Any, kwargs: Any) -> tuple[Outcome, float]:
         self._clock.synchronize()

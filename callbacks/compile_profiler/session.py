@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from compile_profiler import host, observe
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock
-from compile_profiler.drift import tolerance_for
+from compile_profiler.drift import tolerance_for, unit_roundoff_for
 from compile_profiler.export import Export
 from compile_profiler.guard import Guard
 from compile_profiler.ledger import Ledger
@@ -117,28 +118,24 @@ class Session:
     def _new_probe(self, door: host.StepDoor) -> Probe:
         options = self._settings.options
         own_numbers = options["backend"] == "inductor" and not (options["options"] or {}).get("fallback_random")
+        tolerance, roundoff = self._settings.drift_tolerance, None
+        if tolerance is None:
+            dtype, tf32 = module_dtype(self._module), bool(self._environment.tf32)
+            autocast = host.autocast_dtype(self._trainer)
+            with contextlib.suppress(ValueError):  # a dtype of which no limit is known: drift is shown, not judged
+                tolerance = tolerance_for(dtype, autocast_dtype=autocast, tf32=tf32)
+                roundoff = unit_roundoff_for(dtype, autocast_dtype=autocast, tf32=tf32)
         return Probe(
             self._module,
             one_pass=door.one_pass,
             quiet=door.quiet,
             roots=door.roots,
             clock=self._clock,
-            tolerance=self._tolerance(),
+            tolerance=tolerance,
+            roundoff=roundoff,
             matched_rng=not own_numbers,
             seed=self._settings.seed,
         )
-
-    def _tolerance(self) -> float | None:
-        if self._settings.drift_tolerance is not None:
-            return self._settings.drift_tolerance
-        try:
-            return tolerance_for(
-                module_dtype(self._module),
-                autocast_dtype=host.autocast_dtype(self._trainer),
-                tf32=bool(self._environment.tf32),
-            )
-        except ValueError:  # a dtype for which nobody knows a limit: drift is shown, not judged
-            return None
 
     def finish(self) -> Report:
         """Take everything off the module, deliver the result; may be called twice."""
