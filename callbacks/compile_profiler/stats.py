@@ -24,8 +24,8 @@ Floats = npt.NDArray[np.float64]
 MIN_INTERVAL_VALUES = 6  # below, no interval of the median reaches 0.95 (5 values: 0.9375), so none is shown
 CLIP_SDS = 2.0  # farther out a value is a spike, which must neither make nor hide a correlation of neighbours
 CLEAR_SDS = 3.0  # noise does not carry values over a margin that they clear by this much on average
-# Ten pairs say little about their correlation, so the estimate starts from 30 that had shown 0.22. Chosen by simulation: a
-# lower start lets more correlated runs through, a higher one delays the decision on independent pairs.
+# Ten pairs say little about their correlation, so the estimate starts from 30 that had shown 0.22, as simulation chose:
+# a lower start lets more correlated runs through, a higher one delays the decision on independent pairs.
 PRIOR_LAG1, PRIOR_VALUES = 0.22, 30
 NET_LOSSES = 8  # height of the CUSUM in `lost`: false alarms and delays are tabled in its docstring
 
@@ -162,8 +162,9 @@ def first_outcome(
     up budget, so that a clock too coarse to tell the arms apart ends in ``inconclusive``.
 
     That pairs are independent is the one assumption. The log of the evidence is multiplied by `independence`, which
-    holds the error in 40 pairs below 5 % up to a lag-1 correlation of 0.3 (3.8 %; left alone 8.4 %). Replacing pairs by medians of
-    three when the correlation exceeds 0.2 does not (5.7 %): ten pairs cannot tell on which side of 0.2 they are.
+    holds the error within 40 pairs below 5 % up to a lag-1 correlation of 0.3 (3.8 %; left alone 8.4 %), not much
+    beyond. Replacing pairs by medians of three when the correlation exceeds 0.2 does not hold it (5.7 %): ten pairs
+    cannot tell on which side of 0.2 they are.
 
     >>> first_outcome([0.3] * 12, min_speedup=1.02, confidence=0.95, max_pairs=40)
     ('gain', 8)
