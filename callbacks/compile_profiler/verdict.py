@@ -1,0 +1,197 @@
+"""From what was seen to one verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from compile_profiler.records import Compiles, Decision, Drift, Reason, Sample, Speedup, Verdict
+from compile_profiler.stats import NET_LOSSES, first_outcome, lost, speedup
+
+DriftPolicy = Literal["fallback", "warn", "off"]
+
+DRIFT_RUN = 3  # judged samples outside tolerance in a row: one alone can be an unlucky batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a verdict is weighed against.
+
+    Attributes:
+        min_speedup: below it the run goes back to eager; 1.02, because less is not worth a compiler in the loop.
+        confidence: at least this share of decisions for speed is right; 0.95, which eight unanimous pairs reach.
+        max_pairs: evidence budget of one decision; 40 find a gain of 1.1 in the noise of a shared machine (a standard
+            deviation of 0.1 in a log-ratio) and cost eighty blocks of passes. 0: compile, observe, never measure.
+        drift: ``fallback``: results that keep differing end in eager; ``warn``, ``off``: they do not.
+        fallback: ``False``: the reason is reported, the run stays compiled.
+    """
+
+    min_speedup: float = 1.02
+    confidence: float = 0.95
+    max_pairs: int = 40
+    drift: DriftPolicy = "fallback"
+    fallback: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.min_speedup > 0 and math.isfinite(self.min_speedup)):
+            raise ValueError(
+                f"min_speedup must be a positive number, got {self.min_speedup}. "
+                "It is the ratio of eager to compiled time that is worth keeping; 1.02 asks for 2 %."
+            )
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"confidence must lie between 0 and 1, got {self.confidence}. 0.95 is usual.")
+        if self.max_pairs < 0:
+            raise ValueError(f"max_pairs must be at least 0, got {self.max_pairs}. 0 observes without measuring.")
+        if self.drift not in get_args(DriftPolicy):
+            raise ValueError(f"drift must be one of {', '.join(get_args(DriftPolicy))}, got {self.drift!r}.")
+
+
+def judge(
+    samples: Sequence[Sample],
+    compiles: Compiles,
+    *,
+    limits: Limits,
+    step: int,
+    config: Mapping[str, Any],
+    num_compiled_steps: int,
+    num_steps_seen: int,
+) -> Verdict:
+    """The verdict on everything seen since the question was opened; call it again after each pair.
+
+    Weighed in this order: results that are not finite, drift, nothing compiled, the recompile limit, speed. Void
+    samples never enter the speed, but what they computed counts. Pairs of different shapes are pooled: each compares
+    one batch with itself, so its sign is fair whatever the shape.
+
+    The first pairs that decide are the decision; later ones can only show that what was kept has been lost (`lost`).
+    To ask afresh, after a new shape or a recompile, hand in the samples since then.
+
+    Args:
+        samples: all pairs since the question was opened, in order, the void ones included.
+        compiles: what the compiler did; its totals count the stage ``train``.
+        limits: what the user asked for.
+        step: x-axis number to put on the verdict.
+        config: the configuration of the compiled arm, to put on the verdict.
+        num_compiled_steps: training steps that ran under the compiled arm.
+        num_steps_seen: training steps of either arm.
+
+    >>> faster = [Sample(step=n, eager_s=0.013, compiled_s=0.010) for n in range(8)]
+    >>> verdict = judge(
+    ...     faster, Compiles(graphs=1), limits=Limits(), step=50, config={}, num_compiled_steps=50, num_steps_seen=50
+    ... )
+    >>> verdict.decision, verdict.reason, verdict.message
+    ('compiled', 'gain', 'Compiled is 1.30x faster (1.30x to 1.30x, 8 pairs); kept.')
+    """
+    decision, reason, message = (
+        _not_finite(samples, limits)
+        or _drifts(samples, limits)
+        or _nothing_compiled(compiles, num_compiled_steps, limits)
+        or _recompile_limit(compiles, limits)
+        or _speed(samples, limits, num_steps_seen)
+    )
+    return Verdict(decision=decision, reason=reason, message=message, step=step, config=dict(config))
+
+
+def persistent_drift(samples: Sequence[Sample]) -> Drift | None:
+    """The drift that completed the first three judged samples in a row outside tolerance, ``None`` if none did.
+
+    Samples whose drift could not be judged neither count nor interrupt the row.
+
+    >>> far = Sample(step=1, eager_s=1.0, compiled_s=1.0, drift=Drift(within_tolerance=False))
+    >>> persistent_drift([far, far]) is None, persistent_drift([far, far, far]) is None
+    (True, False)
+    """
+    row = 0
+    for drift in (sample.drift for sample in samples):
+        if drift is not None and drift.within_tolerance is not None:
+            row = 0 if drift.within_tolerance else row + 1
+            if row == DRIFT_RUN:
+                return drift
+    return None
+
+
+_Finding = tuple[Decision, Reason, str]
+
+
+def _against(reason: Reason, finding: str, limits: Limits) -> _Finding:
+    """A finding that ends in eager, unless the user wants findings without consequences."""
+    if limits.fallback:
+        return "eager", reason, f"{finding}; training goes on in eager."
+    return "compiled", reason, f"{finding}; kept all the same (fallback=False)."
+
+
+def _not_finite(samples: Sequence[Sample], limits: Limits) -> _Finding | None:
+    for sample in samples:
+        if sample.drift is not None and sample.drift.eager_finite and sample.drift.compiled_finite is False:
+            finding = f"Compiled gave NaN or infinity at step {sample.step} where eager gave finite numbers"
+            return _against("non_finite", finding, limits)
+    return None
+
+
+def _drifts(samples: Sequence[Sample], limits: Limits) -> _Finding | None:
+    drift = persistent_drift(samples) if limits.drift == "fallback" else None
+    if drift is None:
+        return None
+    named = {"loss": drift.loss_rel, "gradients": drift.grad_rel}
+    by = " and ".join(f"{what} by {distance:.1e}" for what, distance in named.items() if distance is not None)
+    details = [f"tolerance {drift.tolerance:.1e}"] if drift.tolerance is not None else []
+    details += [f"most in {drift.worst_parameter}"] if drift.worst_parameter is not None else []
+    return _against(
+        "drift",
+        f"Compiled differs from eager in {by or 'its results'}"
+        + (f" ({', '.join(details)})" if details else "")
+        + f", in {DRIFT_RUN} pairs in a row",
+        limits,
+    )
+
+
+def _nothing_compiled(compiles: Compiles, num_compiled_steps: int, limits: Limits) -> _Finding | None:
+    if compiles.graphs or not num_compiled_steps:
+        return None
+    return _against("nothing_compiled", f"The compiler made no graph in {num_compiled_steps} steps", limits)
+
+
+def _recompile_limit(compiles: Compiles, limits: Limits) -> _Finding | None:
+    if not compiles.limit_hits:
+        return None
+    hits = [event for event in compiles.events if event.kind == "limit_hit" and event.stage == "train"]
+    where = f" in {hits[0].function}" if hits and hits[0].function else ""
+    finding = f"The recompile limit was reached{where}, so that code is no longer compiled"
+    return _against("recompile_limit", finding, limits)
+
+
+def _speed(samples: Sequence[Sample], limits: Limits, num_steps_seen: int) -> _Finding:
+    if not limits.max_pairs:
+        return "compiled", "disabled", "Compiled and observed, not measured (max_pairs=0)."
+    used = [sample for sample in samples if sample.void is None]
+    log_ratios = [sample.log_ratio for sample in used]
+    outcome, num_pairs = first_outcome(
+        log_ratios, min_speedup=limits.min_speedup, confidence=limits.confidence, max_pairs=limits.max_pairs
+    )
+    seen = speedup(used[:num_pairs], limits.confidence)
+    if outcome == "pending":
+        so_far = f": {_figures(seen)} so far" if num_pairs else ""
+        return "undecided", "pending", f"No decision yet after {num_steps_seen} steps{so_far}."
+    if outcome == "no_gain":
+        below = f"below the {limits.min_speedup:.2f}x asked for"
+        return _against("no_gain", f"Compiling gains nothing here: {_figures(seen)}, {below}", limits)
+    unclear = f"No clear answer: {_figures(seen)}, too close to the {limits.min_speedup:.2f}x asked for"
+    if outcome == "inconclusive" and (seen.median or 0) < 1:
+        return _against("inconclusive", unclear, limits)
+    # Kept on a gain of 2 %, given up only when slower than eager: between the two nothing is to be won by switching.
+    if lost(log_ratios[num_pairs:], min(0.0, math.log(limits.min_speedup))):
+        now = _figures(speedup(used[-NET_LOSSES:], limits.confidence))
+        return _against("no_gain", f"Compiled has stopped gaining since it was kept: {now}", limits)
+    if outcome == "inconclusive":
+        return "compiled", "inconclusive", f"{unclear}; kept, being no slower than eager."
+    return "compiled", "gain", f"Compiled is {seen.median:.2f}x faster{_spread(seen)}; kept."
+
+
+def _figures(seen: Speedup) -> str:
+    return f"{seen.median:.2f}x{_spread(seen)}"
+
+
+def _spread(seen: Speedup) -> str:
+    pairs = f"{seen.num_pairs} pair" + "s" * (seen.num_pairs != 1)
+    return f" ({pairs})" if seen.low is None else f" ({seen.low:.2f}x to {seen.high:.2f}x, {pairs})"
