@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from rich.console import Console
@@ -43,6 +45,9 @@ def side_by_side(reports: dict[str, Report]) -> Table:
 
 def main(root_dir="runs"):
     """Train both jobs, print the table, return the reports by name."""
+    # The verdicts are to be read here, not what Lightning says about itself at every fit.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec", category=FutureWarning)
     reports = {}
     for name, job in (("digits CNN", digits_cnn), ("recurrent filter", recurrent_filter)):
         profiler = CompileProfiler()
@@ -51,9 +56,9 @@ def main(root_dir="runs"):
     console = Console()
     console.print(side_by_side(reports))
     for name, report in reports.items():
-        console.print(f"{name}: {report.verdict.message}")
+        console.print(f"{name}: {report.verdict.message}", soft_wrap=True)
     tensorboard = Path(sys.executable).with_name("tensorboard")  # of the same virtual environment
-    console.print(f"\nTo see the curves: {os.path.relpath(tensorboard)} --logdir {root_dir}")
+    console.print(f"\nTo see the curves: {os.path.relpath(tensorboard)} --logdir {root_dir}", soft_wrap=True)
     return reports
 
 
