@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parent.parent / "build" / "inductor-cache")
-)
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parent.parent / "build" / "inductor"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compile_profiler.clock import Clock, passes_for, peak_bytes
 from torch import Tensor, nn
+
+from compile_profiler.clock import Clock, passes_for, peak_bytes
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

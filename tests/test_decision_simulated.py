@@ -9,10 +9,11 @@ import math
 
 import numpy as np
 import pytest
+from scipy import signal, stats
+
 from compile_profiler.records import Compiles, Sample
 from compile_profiler.stats import NET_LOSSES, first_outcome, log_e_value, lost
 from compile_profiler.verdict import Limits, judge
-from scipy import signal, stats
 
 NUM_RUNS = 2000
 SD = 0.1  # of one pair's log-ratio: the noisier half of the jobs measured on a GPU

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from compile_profiler import drift
 from compile_profiler.drift import Outcome, compare, distance, tolerance_for, unit_roundoff_for
 

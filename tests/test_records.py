@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+
 from compile_profiler.records import (
     SCHEMA,
     Compiles,

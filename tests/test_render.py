@@ -6,6 +6,7 @@ import dataclasses
 import io
 
 import pytest
+
 from compile_profiler.records import (
     Compiles,
     Drift,

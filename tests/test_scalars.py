@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from compile_profiler.records import Compiles, Drift, EndToEnd, Memory, Report, Speedup, Time, Verdict
 from compile_profiler.scalars import EVENTS_TAG, SCALARS, VERDICT_TAG, markdown_table, scalars
 

@@ -7,6 +7,8 @@ import math
 
 import numpy as np
 import pytest
+from scipy import integrate
+
 from compile_profiler.records import Sample
 from compile_profiler.stats import (
     NET_LOSSES,
@@ -23,7 +25,6 @@ from compile_profiler.stats import (
     saved_s,
     speedup,
 )
-from scipy import integrate
 
 ASKED = {"min_speedup": 1.02, "confidence": 0.95, "max_pairs": 40}
 

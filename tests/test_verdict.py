@@ -7,6 +7,7 @@ import itertools
 import math
 
 import pytest
+
 from compile_profiler.records import Compiles, Drift, Event, Sample
 from compile_profiler.verdict import Limits, judge, persistent_drift
 

@@ -1,0 +1,171 @@
+"""Who may import whom, checked on the source: the rooms of docs/how-it-works.md keep their walls."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "callbacks" / "compile_profiler"
+
+LIGHTNING = {"lightning", "lightning_utilities", "pytorch_lightning"}
+
+# Module: the modules of this package it may import, and the packages of others. The standard library is free.
+# A row names only rows above it, so data flows one way; a new module has to be given its place here.
+ALLOWED: dict[str, tuple[set[str], set[str]]] = {
+    # nouns
+    "records": (set(), set()),
+    # pure: values in, values out
+    "stats": ({"records"}, {"numpy", "scipy"}),
+    "verdict": ({"records", "stats"}, set()),
+    "scalars": ({"records"}, set()),
+    "drift": ({"records"}, {"torch"}),
+    # measuring, compiling, observing: a torch module is all they know
+    "clock": (set(), {"torch"}),
+    "windows": ({"clock"}, set()),
+    "sandbox": (set(), {"torch", "numpy"}),
+    "arms": (set(), {"torch", "numpy", "torchmetrics"}),
+    "guard": ({"sandbox", "arms"}, {"torch"}),
+    "observe": ({"records"}, {"torch"}),
+    "host": ({"records", "arms", "guard"}, {"torch", *LIGHTNING}),
+    # one batch in, one sample out
+    "probe": ({"records", "drift", "clock", "sandbox", "arms"}, {"torch"}),
+    # faces
+    "render": ({"records", "scalars"}, {"rich"}),
+    "export": ({"records", "scalars", "host", "render"}, set()),
+    # one fit: what was seen, what is due, what follows
+    "ledger": ({"records", "stats"}, set()),
+    "session": (
+        {"records", "verdict", "drift", "clock", "sandbox", "arms", "guard", "windows", "observe", "host", "probe"}
+        | {"ledger", "export"},
+        {"torch"},
+    ),
+    # Lightning says when; it comes in through the host
+    "callback": ({"records", "verdict", "arms", "host", "render", "export", "session"}, set()),
+    "__init__": ({"records", "callback"}, set()),
+}
+LIGHTNING_DOORS = {"host"}
+DYNAMO_DOORS = {"observe", "arms"}
+COMPILER_INTERNALS = ("torch._dynamo", "torch._inductor", "torch._functorch")
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything a module imports, anywhere in it, also for type checking only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def touched(tree: ast.AST) -> set[str]:
+    """Compiler internals that a module imports or reaches through an attribute of ``torch``."""
+    attributes = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    names = [*imported(tree), *attributes]
+    return {door for door in COMPILER_INTERNALS for name in names if f"{name}.".startswith(f"{door}.")}
+
+
+def runs_at_import(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Top-level statements that do more than name something."""
+    quiet = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    for node in statements:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from runs_at_import([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):  # one package or another
+            yield from runs_at_import([*node.body, *(line for handler in node.handlers for line in handler.body)])
+        elif not isinstance(node, quiet) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            yield node
+
+
+def complaints(module: str, source: str) -> list[str]:
+    """What the source of ``module`` does that its row does not allow."""
+    if module not in ALLOWED:
+        return [f"{module} has no row in the table"]
+    ours, theirs = ALLOWED[module]
+    tree = ast.parse(source)
+    found = []
+    for name in imported(tree):
+        top, _, rest = name.partition(".")
+        if top == "":
+            found.append(f"{module} imports {name}: imports are absolute")
+        elif top == "compile_profiler":
+            if rest.partition(".")[0] not in ours:
+                found.append(f"{module} imports {name} from a room it may not enter")
+        elif top not in theirs and top not in sys.stdlib_module_names:
+            found.append(f"{module} imports {name}")
+    if module not in DYNAMO_DOORS:
+        found += [f"{module} touches {name}" for name in sorted(touched(tree))]
+    found += [f"{module} runs line {node.lineno} at import" for node in runs_at_import(tree.body)]
+    return found
+
+
+def test_every_module_keeps_to_its_row_of_the_table():
+    """Lower layers never import higher ones, and what is unstable is touched through its door alone."""
+    modules = {path.stem: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+
+    found = [line for module, source in sorted(modules.items()) for line in complaints(module, source)]
+
+    assert found == []
+    assert len(modules) > 1
+
+
+def test_the_table_itself_only_looks_down():
+    """A row names only rows above it; Lightning has one door; no room is a drawer for odds and ends."""
+    above: set[str] = set()
+    for module, (ours, _) in ALLOWED.items():
+        assert ours <= above, module
+        above.add(module)
+
+    assert {module for module, (_, theirs) in ALLOWED.items() if theirs & LIGHTNING} == LIGHTNING_DOORS
+    assert not {"utils", "types", "config", "common", "helpers"} & set(ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("records", "import torch", "records imports torch"),
+        ("stats", "from compile_profiler.verdict import judge", "from a room it may not enter"),
+        ("stats", "import compile_profiler.callback", "from a room it may not enter"),
+        ("drift", "from . import callback", "imports are absolute"),
+        ("probe", "def f():\n    from lightning.pytorch import Trainer", "probe imports lightning.pytorch.Trainer"),
+        ("sandbox", "if TYPE_CHECKING:\n    import pytorch_lightning", "sandbox imports pytorch_lightning"),
+        ("clock", "import torch._dynamo.utils", "clock touches torch._dynamo"),
+        ("callback", "import torch\ndef f():\n    torch._dynamo.reset()", "callback touches torch._dynamo"),
+        ("render", "print('hello')", "render runs line 1 at import"),
+        ("host", "if TYPE_CHECKING:\n    pass\nelse:\n    print()", "host runs line 2 at import"),
+        ("host", "try:\n    import lightning\nexcept ImportError:\n    print()", "host runs line 4 at import"),
+        ("utils", "", "utils has no row"),
+    ],
+)
+def test_the_check_can_fail(module, source, complaint):
+    """Each rule, broken on purpose, is reported."""
+    assert any(complaint in line for line in complaints(module, source))
+
+
+def test_the_docs_show_every_room_in_this_order():
+    """The table that people read is this table."""
+    docs = (PACKAGE.parents[1] / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+
+    rooms = re.findall(r"^\| `(\w+)\.py` \|", docs, flags=re.MULTILINE)
+
+    assert rooms == [module for module in ALLOWED if module != "__init__"]
+
+
+def test_importing_the_package_changes_nothing():
+    """No output, no seed used, no compiler setting changed, beyond what Lightning's own import does."""
+    script = """if True:
+        import random, torch, torch._dynamo.config, torch._inductor.config, lightning
+        configs = (torch._dynamo.config, torch._inductor.config)
+        before = [torch.get_rng_state().tolist(), random.getstate(), *(c.save_config() for c in configs)]
+        import compile_profiler
+        after = [torch.get_rng_state().tolist(), random.getstate(), *(c.save_config() for c in configs)]
+        assert before == after
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
