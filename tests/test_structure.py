@@ -25,8 +25,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "verdict": ({"records", "stats"}, set()),
     "scalars": ({"records"}, set()),
     "drift": ({"records"}, {"torch"}),
+    "ledger": ({"records", "stats"}, set()),
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
+    "windows": ({"clock"}, set()),
     "sandbox": (set(), {"torch", "numpy"}),
     "arms": (set(), {"torch", "numpy", "torchmetrics"}),
     "guard": ({"sandbox", "arms"}, {"torch"}),
@@ -36,14 +38,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "probe": ({"records", "drift", "clock", "sandbox", "arms"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
+    "export": ({"records", "scalars", "render", "host"}, set()),
     # one fit: what is due, what follows
     "session": (
-        {"records", "stats", "verdict", "scalars", "drift", "clock", "sandbox", "arms", "guard", "observe", "host"}
-        | {"probe", "render"},
+        {"records", "verdict", "drift", "ledger", "clock", "windows", "sandbox", "arms", "guard", "observe", "host"}
+        | {"probe", "export"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
-    "callback": ({"records", "verdict", "arms", "host", "session"}, set()),
+    "callback": ({"records", "verdict", "arms", "host", "render", "export", "session"}, set()),
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}
