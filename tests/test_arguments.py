@@ -71,12 +71,12 @@ def test_a_good_argument_is_taken(arguments):
 
 
 def test_an_unknown_submodule_is_named_before_the_first_step():
-    with pytest.raises(ValueError, match="'encoder', which Regression does not have.* net"):
+    with pytest.raises(ValueError, match=r"'encoder', which Regression does not have.* net"):
         train(Regression, [CompileProfiler(target=["encoder"])], max_steps=1)
 
 
 def test_blocks_without_a_repeated_block_are_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="found no block in Regression.*Use target='step'"):
+    with pytest.raises(ValueError, match=r"found no block in Regression.*Use target='step'"):
         train(Regression, [CompileProfiler(target="blocks")], max_steps=1)
 
 

@@ -25,6 +25,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "verdict": ({"records", "stats"}, set()),
     "scalars": ({"records"}, set()),
     "drift": ({"records"}, {"torch"}),
+    "ledger": ({"records", "stats"}, set()),
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
     "windows": ({"clock"}, set()),
@@ -37,12 +38,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "probe": ({"records", "drift", "clock", "sandbox", "arms"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
-    "export": ({"records", "scalars", "host", "render"}, set()),
-    # one fit: what was seen, what is due, what follows
-    "ledger": ({"records", "stats"}, set()),
+    "export": ({"records", "scalars", "render", "host"}, set()),
+    # one fit: what is due, what follows
     "session": (
-        {"records", "verdict", "drift", "clock", "sandbox", "arms", "guard", "windows", "observe", "host", "probe"}
-        | {"ledger", "export"},
+        {"records", "verdict", "drift", "ledger", "clock", "windows", "sandbox", "arms", "guard", "observe", "host"}
+        | {"probe", "export"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host

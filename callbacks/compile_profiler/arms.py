@@ -214,7 +214,18 @@ class CompiledArm:
             self.compiled_names.append(name)
 
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        """Run the hook compiled; what it logged is in ``logs``, to be replayed or dropped."""
+        """Run the hook compiled, without logging."""
+        output = self._call(hook, args, kwargs)
+        self.logs.entries.clear()
+        return output
+
+    def run_and_log(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the hook compiled, then log what it logged."""
+        output = self._call(hook, args, kwargs)
+        self.logs.replay(self._module)
+        return output
+
+    def _call(self, hook: str, args: Any, kwargs: Any) -> Any:
         self.logs.entries.clear()
         with patched(self._patches):
             step = self._steps.get(hook) or getattr(self._module, hook)

@@ -56,8 +56,7 @@ class Guard:
         """Run the step method ``hook`` compiled, or in eager if that fails."""
         self._keep(args, kwargs)
         try:
-            output = self._arm.run(hook, *args, **kwargs)
-            self._arm.logs.replay(self._module)
+            output = self._arm.run_and_log(hook, *args, **kwargs)
         except Exception as error:
             failure = error
         else:

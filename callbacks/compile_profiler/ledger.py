@@ -78,7 +78,7 @@ class Ledger:
             verdict=verdict,
             speedup=speedup(self.samples, self._confidence),
             end_to_end=self._end_to_end(used, compiled_s) if self._whole_step else EndToEnd(),
-            time=self._time(eager_s, compiled_s),
+            time=self._time(eager_s, compiled_s, ended=verdict.decision == "eager"),
             compiles=compiles,
             drift=next((s.drift for s in reversed(self.samples) if s.drift is not None), Drift()),
             memory=self.memory,
@@ -104,7 +104,8 @@ class Ledger:
             input_bound=share < INPUT_BOUND_SHARE,
         )
 
-    def _time(self, eager_s: float | None, compiled_s: float | None) -> Time:
+    def _time(self, eager_s: float | None, compiled_s: float | None, *, ended: bool) -> Time:
+        """Seconds spent and saved; a run that has ended in eager breaks even at no later step."""
         elapsed_s = self._read_s() - self._began_s
         compile_s = self.compile_s()
         known = Time(
@@ -120,5 +121,7 @@ class Ledger:
         return replace(
             known,
             saved_s=saved_s(num_compiled_steps=self.num_compiled_steps, **per_step),
-            break_even_step=break_even_step(first_compiled_step=self._first_compiled_step, **per_step),
+            break_even_step=(
+                None if ended else break_even_step(first_compiled_step=self._first_compiled_step, **per_step)
+            ),
         )
