@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ledger": ({"records", "stats"}, set()),
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
-    "windows": ({"clock"}, set()),
+    "windows": ({"records", "clock"}, set()),
     "sandbox": (set(), {"torch", "numpy"}),
     "arms": (set(), {"torch", "numpy", "torchmetrics"}),
     "guard": ({"sandbox", "arms"}, {"torch"}),

@@ -36,6 +36,7 @@ class Guard:
         self._module = module
         self._arm = arm
         self._on_failure = on_failure
+        self.enabled = True  # False: steps run in eager, as in an eager window
         self._learning = LEARNING_STEPS
         self._owners: dict[int, Any] = {}
         self._buffers: dict[int, Tensor] = {}
@@ -54,6 +55,9 @@ class Guard:
 
     def forward(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step method ``hook`` compiled, or in eager if that fails."""
+        if not self.enabled:
+            self._call = None
+            return getattr(self._module, hook)(*args, **kwargs)
         self._keep(args, kwargs)
         try:
             output = self._arm.run_and_log(hook, *args, **kwargs)

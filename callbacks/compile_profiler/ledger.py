@@ -35,16 +35,17 @@ class Ledger:
         self._recent_steps_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._first_compiled_step = 0
         self.samples: list[Sample] = []
+        self.window_samples: list[Sample] = []
         self.num_steps = 0
         self.num_compiled_steps = 0
         self.probe_s = 0.0
         self.memory = Memory()
 
-    def add_step(self, step: int, seconds: float, *, compiling: bool) -> None:
-        """A training step of the compiled arm took so many wall seconds, or compiled something meanwhile."""
-        if not self.num_compiled_steps:
+    def add_step(self, step: int, seconds: float, *, compiled: bool, compiling: bool) -> None:
+        """A training step of one of the arms took so many wall seconds, or compiled something meanwhile."""
+        if compiled and not self.num_compiled_steps:
             self._first_compiled_step = step
-        self.num_compiled_steps += 1
+        self.num_compiled_steps += int(compiled)
         (self._compiling_steps_s if compiling else self._recent_steps_s).append(seconds)
 
     def add_pair(self, sample: Sample, seconds: float) -> None:
@@ -63,6 +64,13 @@ class Ledger:
             return 0.0
         pair_s = self.probe_s / len(self.samples)
         return pair_s / (overhead_budget * statistics.median(self._recent_steps_s))
+
+    def steps_per_couple(self, overhead_budget: float) -> float:
+        """Steps between two couples of windows at which the eager one costs this share of training time."""
+        if not self.window_samples:
+            return 0.0
+        last = self.window_samples[-1]
+        return last.num_passes * max(0.0, last.eager_s - last.compiled_s) / (overhead_budget * last.compiled_s)
 
     def compile_s(self) -> float:
         """Wall seconds of the steps in which something compiled, less an ordinary step each."""
@@ -86,22 +94,30 @@ class Ledger:
         )
 
     def _end_to_end(self, used: Sequence[Sample], compiled_s: float | None) -> EndToEnd:
+        """The whole step: by windows of real steps where there are any, else estimated from pairs."""
         timed = [(sample, sample.step_s) for sample in used if sample.step_s is not None]
-        if not timed or compiled_s is None:
+        if self.window_samples:
+            method = "windows"
+            ratios = [sample.eager_s / sample.compiled_s for sample in self.window_samples]
+            steps_s = [sample.compiled_s for sample in self.window_samples]
+        else:
+            method = "estimate"
+            ratios = [end_to_end(step_s=step_s, eager_s=s.eager_s, compiled_s=s.compiled_s) for s, step_s in timed]
+            steps_s = [seconds for _, seconds in timed]
+        if not ratios:
             return EndToEnd()
-        step_s = statistics.median([seconds for _, seconds in timed])
-        ratios = [end_to_end(step_s=step_s, eager_s=s.eager_s, compiled_s=s.compiled_s) for s, step_s in timed]
         interval = median_interval(ratios, self._confidence)
+        step_s = statistics.median(steps_s)
         # Real steps overlap with their neighbours, a synchronised pass does not: the share can come out above 1.
-        share = min(1.0, compiled_s / step_s)
+        share = None if compiled_s is None else min(1.0, compiled_s / step_s)
         return EndToEnd(
             speedup=interval.median,
             low=interval.low,
             high=interval.high,
-            method="estimate",
+            method=method,
             step_s=step_s,
             compute_share=share,
-            input_bound=share < INPUT_BOUND_SHARE,
+            input_bound=None if share is None else share < INPUT_BOUND_SHARE,
         )
 
     def _time(self, eager_s: float | None, compiled_s: float | None, *, ended: bool) -> Time:

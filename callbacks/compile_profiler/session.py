@@ -21,7 +21,7 @@ from compile_profiler.probe import Probe, module_dtype
 from compile_profiler.records import Reason, Report, Sample, Verdict
 from compile_profiler.sandbox import StateTooLargeError
 from compile_profiler.verdict import Limits, judge
-from compile_profiler.windows import Window
+from compile_profiler.windows import Alternation, Window
 
 MAX_PROBE_ERRORS = 3
 _MAX_BACKOFF = 10
@@ -74,6 +74,9 @@ class Session:
         self._observer = observe.Observer()
         self._clock = Clock(trainer.strategy.root_device)
         self._window = Window(self._clock)
+        windows = settings.end_to_end == "windows" and settings.limits.max_pairs
+        self._alternation = Alternation(self._clock, seed=settings.seed) if windows else None
+        self._guards: dict[str, Guard] = {}
         # The three below exist while the run is compiled; without a probe it is compiled and not measured.
         self._door: host.StepDoor | None = None
         self._arm: CompiledArm | None = None
@@ -105,7 +108,8 @@ class Session:
             self._config["modules"] = list(arm.compiled_names)
         self._arm = arm
         self._door = host.StepDoor(self._trainer, self._module)
-        self._door.open({hook: Guard(self._module, arm, self._on_failure) for hook in hooks})
+        self._guards = {hook: Guard(self._module, arm, self._on_failure) for hook in hooks}
+        self._door.open(self._guards)
         self._probe = self._new_probe(self._door) if self._settings.limits.max_pairs else None
         self._observer.start()
         self._observer.skip()
@@ -180,15 +184,37 @@ class Session:
     def _account(self) -> None:
         seconds = time.perf_counter() - self._step_began_s
         compiling = self._observer.poll("train", step=self._step, epoch=self._trainer.current_epoch)
-        self._ledger.add_step(self._step, seconds, compiling=compiling)
+        compiled = self._alternation is None or self._alternation.arm == "compiled"
+        boundary = host.at_boundary(self._trainer)
+        self._ledger.add_step(self._step, seconds, compiled=compiled, compiling=compiling)
+        self._num_since_pair += int(boundary)
         if compiling:
             self._num_clean = 0
-            self._window.drop()
             self._news = True
-        else:
-            self._num_clean += 1
+            self._drop_windows()
+            return
+        self._num_clean += 1
+        if self._alternation is None:
             self._window.step()
-        self._num_since_pair += int(host.at_boundary(self._trainer))
+        elif self._num_clean >= self._settings.warmup_steps:
+            self._alternate(boundary)
+
+    def _alternate(self, boundary: bool) -> None:
+        """Account for a step of the open window; the next step runs on the arm whose turn it is."""
+        assert self._alternation is not None
+        sample = self._alternation.step(self._step, boundary=boundary)
+        if sample is not None:
+            self._ledger.window_samples.append(sample)
+            self._news = True
+            if self._verdict.decision != "undecided":
+                self._alternation.rest(self._ledger.steps_per_couple(self._settings.overhead_budget))
+        for guard in self._guards.values():
+            guard.enabled = self._alternation.arm == "compiled"
+
+    def _drop_windows(self) -> None:
+        self._window.drop()
+        if self._alternation is not None:
+            self._alternation.drop()
 
     def on_validation_step_end(self) -> None:
         """After a batch of validation or the sanity check."""
@@ -198,7 +224,7 @@ class Session:
 
     def on_disturbance(self) -> None:
         """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
-        self._window.drop()
+        self._drop_windows()
         self._num_clean = min(self._num_clean, self._settings.warmup_steps - 1)
 
     # -- pairs -------------------------------------------------------------------------------------------------------
@@ -209,6 +235,7 @@ class Session:
             and self._num_clean >= self._settings.warmup_steps
             and self._num_since_pair >= self._pair_interval()
             and host.at_boundary(self._trainer)
+            and (self._alternation is None or self._alternation.between)
         )
 
     def _pair_interval(self) -> float:
@@ -282,6 +309,7 @@ class Session:
             config=self._config,
             num_compiled_steps=self._ledger.num_compiled_steps,
             num_steps_seen=self._ledger.num_steps,
+            evidence=self._ledger.window_samples if self._alternation is not None else None,
         )
         if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
             self._conclude(verdict)

@@ -57,6 +57,7 @@ def judge(
     config: Mapping[str, Any],
     num_compiled_steps: int,
     num_steps_seen: int,
+    evidence: Sequence[Sample] | None = None,
 ) -> Verdict:
     """The verdict on everything seen since the question was opened; call it again after each pair.
 
@@ -75,6 +76,7 @@ def judge(
         config: the configuration of the compiled arm, to put on the verdict.
         num_compiled_steps: training steps that ran under the compiled arm.
         num_steps_seen: training steps of either arm.
+        evidence: what the speed is judged on where it is not the pairs: windows of real steps.
 
     >>> faster = [Sample(step=n, eager_s=0.013, compiled_s=0.010) for n in range(8)]
     >>> verdict = judge(
@@ -88,7 +90,7 @@ def judge(
         or _drifts(samples, limits)
         or _nothing_compiled(compiles, num_compiled_steps, limits)
         or _recompile_limit(compiles, limits)
-        or _speed(samples, limits, num_steps_seen)
+        or _speed(samples if evidence is None else evidence, limits, num_steps_seen)
     )
     return Verdict(decision=decision, reason=reason, message=message, step=step, config=dict(config))
 

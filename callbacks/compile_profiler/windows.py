@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 from compile_profiler.clock import Clock
+from compile_profiler.records import Sample
+
+WINDOW_STEPS = 20
+SETTLE_STEPS = 2
+"""Steps after a switch of arms that are not timed: caches, allocator and launch queue still belong to the other arm."""
 
 
 class Window:
@@ -11,27 +18,103 @@ class Window:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._start_s: float | None = None
-        self._num_steps = 0
+        self.num_steps = 0
 
     def step(self) -> None:
         """An ordinary step has ended."""
         if self._start_s is None:
             self.open()
         else:
-            self._num_steps += 1
+            self.num_steps += 1
 
     def open(self) -> None:
         """Begin here."""
         self._clock.synchronize()
-        self._start_s, self._num_steps = self._clock.now(), 0
+        self._start_s, self.num_steps = self._clock.now(), 0
 
     def drop(self) -> None:
         """Something else happened: validation, a checkpoint, compiling. The next step opens a new window."""
-        self._start_s = None
+        self._start_s, self.num_steps = None, 0
 
     def close(self) -> float | None:
         """Seconds of one step, or ``None`` if no whole step lies in the window."""
-        if self._start_s is None or not self._num_steps:
+        if self._start_s is None or not self.num_steps:
             return None
         self._clock.synchronize()
-        return (self._clock.now() - self._start_s) / self._num_steps
+        return (self._clock.now() - self._start_s) / self.num_steps
+
+
+class Alternation:
+    """Real steps in alternating windows of both arms; two neighbours, in an order tossed by a coin, make one sample.
+
+    Nothing is run twice, so the ratio is that of the training itself, loading and optimizer included; but eager steps
+    take part in training. A switch of arms happens between two optimizer steps only.
+
+    Args:
+        clock: seconds on the module's device.
+        seed: of the coin.
+        window_steps: timed steps in a window, at least; it ends with an optimizer step.
+        settle_steps: untimed steps after each switch.
+    """
+
+    def __init__(
+        self, clock: Clock, *, seed: int, window_steps: int = WINDOW_STEPS, settle_steps: int = SETTLE_STEPS
+    ) -> None:
+        self._coin = random.Random(seed)
+        self._window = Window(clock)
+        self._window_steps = window_steps
+        self._settle_steps = settle_steps
+        self._order: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._num_to_settle = 0
+        self._num_to_rest = 0.0
+
+    @property
+    def arm(self) -> str:
+        """Name of the arm that the next step is to run on."""
+        return self._order[0] if self._order else "compiled"
+
+    @property
+    def between(self) -> bool:
+        """Whether no window is open, so that a pair disturbs none."""
+        return not self._order
+
+    def rest(self, num_steps: float) -> None:
+        """Stay on the compiled arm for so many steps before the next two windows."""
+        self._num_to_rest = num_steps
+
+    def drop(self) -> None:
+        """Something other than an ordinary step happened: the open window begins again."""
+        self._window.drop()
+        self._num_to_settle = self._settle_steps
+
+    def step(self, step: int, *, boundary: bool) -> Sample | None:
+        """An ordinary step on ``arm`` has ended; ``boundary``: with an optimizer step. A sample when two are done."""
+        if not self._order:
+            self._num_to_rest -= 1
+            if boundary and self._num_to_rest <= 0:
+                self._order = ["eager", "compiled"]
+                self._coin.shuffle(self._order)
+                self._num_to_settle = self._settle_steps
+            return None
+        if self._num_to_settle > 0:
+            self._num_to_settle -= 1
+            if self._num_to_settle == 0:
+                self._window.open()
+            return None
+        self._window.step()
+        if not boundary or self._window.num_steps < self._window_steps:
+            return None
+        seconds = self._window.close()
+        assert seconds is not None
+        self._seconds[self._order.pop(0)] = seconds
+        self._window.drop()
+        self._num_to_settle = self._settle_steps
+        if self._order:
+            return None
+        return Sample(
+            step=step,
+            eager_s=self._seconds["eager"],
+            compiled_s=self._seconds["compiled"],
+            num_passes=self._window_steps,
+        )
