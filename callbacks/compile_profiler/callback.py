@@ -133,6 +133,7 @@ class CompileProfiler(host.Callback):
             overhead_budget=overhead_budget,
             end_to_end=end_to_end,
             drift_tolerance=drift_tolerance,
+            drift_reference=drift_reference,
             limits=limits,
             seed=seed,
             log=log,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -157,6 +157,28 @@ def distance(a: Outcome, b: Outcome) -> float | None:
     """
     whole = _total(_measure(a, b)[1])
     return whole.relative if whole else None
+
+
+def against_reference(drift: Drift, exact: Outcome, eager: Outcome, compiled: Outcome) -> Drift:
+    """``drift`` with the gradient errors of both arms against a more precise run, judged by those.
+
+    Rounding puts both arms off; compiled is at fault only where it is clearly further off than eager. The rule is that
+    of PyTorch's own benchmarks (``torch._dynamo.utils.same``): at most 2 times eager's error, 3 times for gradients of
+    16 bits, plus the tolerance as a floor for an eager run that happens to be exact.
+
+    >>> outcome = lambda value: Outcome(loss=None, gradients={"weight": torch.tensor([value], dtype=torch.float64)})
+    >>> drift = compare(outcome(1.1), outcome(1.15), noise_floor=None, rng="none", tolerance=1e-4)
+    >>> judged = against_reference(drift, outcome(1.0), outcome(1.1), outcome(1.15))
+    >>> drift.within_tolerance, judged.within_tolerance, round(judged.reference["eager"], 6)
+    (False, True, 0.1)
+    """
+    eager_error, compiled_error = distance(exact, eager), distance(exact, compiled)
+    if eager_error is None or compiled_error is None or drift.within_tolerance is None:
+        return drift
+    half = any(g is not None and g.element_size() <= 2 for g in eager.gradients.values())
+    limit = (3 if half else 2) * eager_error + (drift.tolerance or 0.0)
+    reference = {"eager": eager_error, "compiled": compiled_error}
+    return replace(drift, reference=reference, within_tolerance=compiled_error <= limit)
 
 
 def tolerance_for(dtype: torch.dtype, *, autocast_dtype: torch.dtype | None = None, tf32: bool = False) -> float:

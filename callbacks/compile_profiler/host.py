@@ -212,6 +212,17 @@ class StepDoor:
             self._precision_backward(self._scaled(loss), self._module, optimizer)
         return loss.detach()
 
+    def plain_pass(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of the user's own step in the module's dtype: no autocast, no loss scaling.
+
+        Returns:
+            The detached loss as the step returned it, a scalar.
+        """
+        with torch.enable_grad(), torch.autocast(self._trainer.strategy.root_device.type, enabled=False):
+            loss = loss_of(EagerArm(self._module).run("training_step", *args, **kwargs))
+            self._module.backward(loss / self._trainer.accumulate_grad_batches)
+        return loss.detach()
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Loggers that swallow everything, for what a step sends to ``self.logger`` directly."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compile_profiler.arms import Arm
 from compile_profiler.clock import Clock, passes_for, peak_bytes
-from compile_profiler.drift import Outcome, compare, distance
+from compile_profiler.drift import Outcome, against_reference, compare, distance
 from compile_profiler.records import Drift, Memory, Rng, Sample
 from compile_profiler.sandbox import RandomState, Snapshot
 
@@ -47,6 +47,8 @@ class Probe:
         roundoff: unit roundoff of the precision at work, by which a distance beyond the tolerance is checked against
             what rounding does to eager itself; ``None`` where the tolerance is the user's own.
         matched_rng: whether the compiled arm draws the same random numbers as eager.
+        plain_pass: ``(*args, **kwargs) -> loss`` in the module's own dtype, to compare both arms with a run in float64;
+            ``None`` to leave that out.
         seed: of the coin.
     """
 
@@ -61,6 +63,7 @@ class Probe:
         tolerance: float | None,
         roundoff: float | None,
         matched_rng: bool,
+        plain_pass: Callable[..., Tensor] | None = None,
         seed: int,
     ) -> None:
         self._module = module
@@ -71,6 +74,7 @@ class Probe:
         self._tolerance = tolerance
         self._roundoff = roundoff
         self._matched_rng = matched_rng
+        self._plain_pass = plain_pass
         self._coin = random.Random(seed)
         self._num_passes: dict[str, int] = {}
         self._noise_floor: float | None = None
@@ -184,7 +188,19 @@ class Probe:
             floor = self._conditioning(eager, expected, args, kwargs)
             tolerance = max(self._tolerance or 0.0, CONDITIONING_FACTOR * floor)
             drift = compare(expected, found, noise_floor=self._noise_floor, rng=rng, tolerance=tolerance)
+        if self._plain_pass is not None and rng == "none":
+            back()
+            exact = self._exact(self._plain_pass, *batch.duplicate((args, kwargs), dtype=torch.float64))
+            drift = against_reference(drift, exact, expected, found)
         return drift, wrote_batch, min(eager_s, compiled_s)
+
+    def _exact(self, plain_pass: Callable[..., Tensor], args: Any, kwargs: Any) -> Outcome:
+        """The same step in float64, far closer to the exact result than either arm."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._module.double()
+        loss = plain_pass(*args, **kwargs)
+        return Outcome(loss=loss, gradients={n: _taken(p) for n, p in self._module.named_parameters()})
 
     def _conditioning(self, eager: Arm, expected: Outcome, args: Any, kwargs: Any) -> float:
         """How far eager's own gradients move when each weight moves by one rounding.

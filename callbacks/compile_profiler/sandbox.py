@@ -275,16 +275,21 @@ class Snapshot:
         """The tensors in this snapshot."""
         return [cell.target for cell in self._cells if isinstance(cell.target, Tensor)]
 
-    def duplicate(self, item: Any) -> Any:
+    def duplicate(self, item: Any, *, dtype: torch.dtype | None = None) -> Any:
         """A deep copy of ``item``, one of the roots, with the values of the snapshot.
 
         ``copy.deepcopy`` alone refuses tensors that have a gradient history.
+
+        Args:
+            item: what to copy.
+            dtype: of the floating point tensors in the copy, ``None`` for their own.
         """
-        memo = {
-            id(cell.target): cell.value.value.clone().requires_grad_(cell.value.requires_grad)
-            for cell in self._cells
-            if isinstance(cell.target, Tensor)
-        }
+        memo = {}
+        for cell in self._cells:
+            if isinstance(cell.target, Tensor):
+                value = cell.value.value
+                wanted = dtype if value.is_floating_point() else None
+                memo[id(cell.target)] = value.to(wanted, copy=True).requires_grad_(cell.value.requires_grad)
         return copy.deepcopy(item, memo)
 
     def forget_unchanged(self) -> None:

@@ -45,6 +45,7 @@ class Settings:
     overhead_budget: float
     end_to_end: str
     drift_tolerance: float | None
+    drift_reference: str | None
     limits: Limits
     seed: int
     log: bool
@@ -138,6 +139,7 @@ class Session:
             tolerance=tolerance,
             roundoff=roundoff,
             matched_rng=not own_numbers,
+            plain_pass=door.plain_pass if self._settings.drift_reference else None,
             seed=self._settings.seed,
         )
 
