@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _autograd
@@ -15,6 +15,13 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 
 # No pass through Python is shorter; keeps a clock that stood still from asking for endless passes.
 _MIN_PASS_S = 1e-6
+
+
+class BlockTime(NamedTuple):
+    """Seconds of one pass, the mean over a block: until its work was done, and until Python had launched it."""
+
+    pass_s: float
+    host_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +32,31 @@ class Clock:
         device: the device whose work is waited for.
         read_s: the clock itself, in seconds; tests hand in scripted values.
 
-    >>> times_s = iter([1.0, 4.0])
-    >>> Clock(torch.device("cpu"), read_s=times_s.__next__).timed(lambda: None, num_passes=6)
-    3.0
+    >>> times_s = iter([1.0, 3.0, 4.0])
+    >>> Clock(torch.device("cpu"), read_s=times_s.__next__).timed(lambda: None, num_passes=2)
+    BlockTime(pass_s=1.5, host_s=1.0)
     """
 
     device: torch.device
     read_s: Callable[[], float] = time.perf_counter
 
+    @property
+    def lags(self) -> bool:
+        """Whether the device works on while Python runs ahead."""
+        accelerator = torch.accelerator.current_accelerator()
+        return accelerator is not None and accelerator.type == self.device.type
+
     def synchronize(self) -> None:
         """Wait until the device has finished what it was given; returns at once where it works in step with Python."""
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and accelerator.type == self.device.type:
+        if self.lags:
             torch.accelerator.synchronize(self.device)
 
     def now(self) -> float:
         """Seconds since some fixed moment, without waiting for the device."""
         return self.read_s()
 
-    def timed(self, run: Callable[[], object], num_passes: int) -> float:
-        """Seconds of a block of ``num_passes`` calls in a row, up to the end of their work on the device.
+    def timed(self, run: Callable[[], object], num_passes: int) -> BlockTime:
+        """Time a block of ``num_passes`` calls in a row, up to the end of their work on the device.
 
         The device is waited for twice, before and after the block, not between passes: launching runs ahead, as it
         does in training. What ``run`` raises is raised.
@@ -53,8 +65,9 @@ class Clock:
         start_s = self.now()
         for _ in range(num_passes):
             run()
+        launched_s = self.now()
         self.synchronize()
-        return self.now() - start_s
+        return BlockTime(pass_s=(self.now() - start_s) / num_passes, host_s=(launched_s - start_s) / num_passes)
 
 
 def passes_for(pass_s: float, *, min_block_s: float, max_block_s: float) -> int:

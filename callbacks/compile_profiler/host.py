@@ -201,7 +201,8 @@ class StepDoor:
         Raises:
             NoLossError: the step returned none.
         """
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        # No torch.compiler.cudagraph_mark_step_begin() here: once anybody in the process has called it, torch relies on
+        # it alone, and the real steps, which do not call it, would never start a new generation again.
         with torch.enable_grad():
             with called_once(self._module, "training_step", functools.partial(arm.run, "training_step")):
                 output = self._strategy_step(*args, **kwargs)

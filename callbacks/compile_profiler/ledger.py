@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -9,10 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from compile_profiler.records import Compiles, Drift, EndToEnd, Environment, Memory, Report, Sample, Time, Verdict
-from compile_profiler.stats import break_even_step, end_to_end, median_interval, saved_s, speedup
+from compile_profiler.stats import Interval, break_even_step, end_to_end_bracket, median_interval, saved_s, speedup
 
 RECENT_STEPS = 50
 INPUT_BOUND_SHARE = 0.5
+TRUSTED_BRACKET = 1.05
+"""An estimate whose two ends are further apart than this is not to be trusted: windows of real steps tell."""
 
 
 class Ledger:
@@ -95,18 +98,20 @@ class Ledger:
 
     def _end_to_end(self, used: Sequence[Sample], compiled_s: float | None) -> EndToEnd:
         """The whole step: by windows of real steps where there are any, else estimated from pairs."""
-        timed = [(sample, sample.step_s) for sample in used if sample.step_s is not None]
         if self.window_samples:
-            method = "windows"
-            ratios = [sample.eager_s / sample.compiled_s for sample in self.window_samples]
+            method, trusted = "windows", True
             steps_s = [sample.compiled_s for sample in self.window_samples]
+            interval = median_interval([s.eager_s / s.compiled_s for s in self.window_samples], self._confidence)
         else:
             method = "estimate"
-            ratios = [end_to_end(step_s=step_s, eager_s=s.eager_s, compiled_s=s.compiled_s) for s, step_s in timed]
-            steps_s = [seconds for _, seconds in timed]
-        if not ratios:
-            return EndToEnd()
-        interval = median_interval(ratios, self._confidence)
+            steps_s = [sample.step_s for sample in used if sample.step_s is not None]
+            brackets = [bracket for bracket in map(end_to_end_bracket, used) if bracket is not None]
+            lower = median_interval([low for low, _ in brackets], self._confidence)
+            upper = median_interval([high for _, high in brackets], self._confidence)
+            if lower.median is None or upper.median is None:
+                return EndToEnd()
+            trusted = upper.median / lower.median <= TRUSTED_BRACKET
+            interval = Interval(median=math.sqrt(lower.median * upper.median), low=lower.low, high=upper.high)
         step_s = statistics.median(steps_s)
         # Real steps overlap with their neighbours, a synchronised pass does not: the share can come out above 1.
         share = None if compiled_s is None else min(1.0, compiled_s / step_s)
@@ -118,6 +123,7 @@ class Ledger:
             step_s=step_s,
             compute_share=share,
             input_bound=None if share is None else share < INPUT_BOUND_SHARE,
+            trusted=trusted,
         )
 
     def _time(self, eager_s: float | None, compiled_s: float | None, *, ended: bool) -> Time:

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from compile_profiler.arms import Arm
-from compile_profiler.clock import Clock, passes_for, peak_bytes
+from compile_profiler.clock import BlockTime, Clock, passes_for, peak_bytes
 from compile_profiler.drift import Outcome, against_reference, compare, distance
 from compile_profiler.records import Drift, Memory, Rng, Sample
 from compile_profiler.sandbox import RandomState, Snapshot
 
-MIN_BLOCK_S = 0.02
-"""A block this long keeps clock and launch noise (some 20 us a pass) and most wake-ups of other processes small."""
-MAX_BLOCK_S = 0.2
+MIN_BLOCK_S = 0.05
+"""A block this long keeps the clock, the first launch and most wake-ups of other processes below a per cent."""
+MAX_BLOCK_S = 0.5
+MIN_LAGGING_PASSES = 4
+"""On a device that lags behind Python the last pass of a block shows the device's tail, the others hide it as training
+does: at least so many passes in a block, unless they take longer than ``MAX_BLOCK_S``."""
 NOISE_EVERY = 10
 """One pair in so many also compares eager with eager, which costs one more pass."""
 
@@ -47,6 +50,8 @@ class Probe:
         roundoff: unit roundoff of the precision at work, by which a distance beyond the tolerance is checked against
             what rounding does to eager itself; ``None`` where the tolerance is the user's own.
         matched_rng: whether the compiled arm draws the same random numbers as eager.
+        overwrites_gradients: whether the compiled arm replays CUDA graphs, whose next run writes into the memory that
+            the gradients of the last one live in.
         plain_pass: ``(*args, **kwargs) -> loss`` in the module's own dtype, to compare both arms with a run in float64;
             ``None`` to leave that out.
         seed: of the coin.
@@ -63,6 +68,7 @@ class Probe:
         tolerance: float | None,
         roundoff: float | None,
         matched_rng: bool,
+        overwrites_gradients: bool = False,
         plain_pass: Callable[..., Tensor] | None = None,
         seed: int,
     ) -> None:
@@ -74,6 +80,7 @@ class Probe:
         self._tolerance = tolerance
         self._roundoff = roundoff
         self._matched_rng = matched_rng
+        self._overwrites_gradients = overwrites_gradients
         self._plain_pass = plain_pass
         self._coin = random.Random(seed)
         self._num_passes: dict[str, int] = {}
@@ -108,17 +115,15 @@ class Probe:
         with self._kept(args, kwargs) as (back, batch):
             drift, wrote_batch, draft_s = self._compare(eager, compiled, args, kwargs, back, batch)
             shape = _shape_of(batch)
-            num_passes = self._num_passes.setdefault(
-                shape, passes_for(draft_s, min_block_s=MIN_BLOCK_S, max_block_s=MAX_BLOCK_S)
-            )
+            num_passes = self._num_passes.setdefault(shape, self._passes_for(draft_s))
             copies = [batch.duplicate((args, kwargs)) for _ in range(num_passes)] if wrote_batch else None
             order = [eager, compiled]
             self._coin.shuffle(order)
-            seconds = {}
+            times: dict[str, BlockTime] = {}
             for arm in order:
                 back()
                 inputs = iter(copies) if copies is not None else _repeated((args, kwargs))
-                seconds[arm.name] = self._clock.timed(partial(self._pass, arm, inputs), num_passes) / num_passes
+                times[arm.name] = self._clock.timed(partial(self._pass, arm, inputs), num_passes)
                 if copies is not None:
                     copies = [batch.duplicate((args, kwargs)) for _ in range(num_passes)]
             void = "compiled" if compiled_something() else None
@@ -130,14 +135,22 @@ class Probe:
         self._num_pairs += 1
         return Sample(
             step=step,
-            eager_s=seconds[eager.name],
-            compiled_s=seconds[compiled.name],
+            eager_s=times[eager.name].pass_s,
+            compiled_s=times[compiled.name].pass_s,
+            eager_host_s=times[eager.name].host_s,
+            compiled_host_s=times[compiled.name].host_s,
             num_passes=num_passes,
             shape=shape,
             step_s=step_s,
             void=void,
             drift=drift,
         )
+
+    def _passes_for(self, draft_s: float) -> int:
+        num_passes = passes_for(draft_s, min_block_s=MIN_BLOCK_S, max_block_s=MAX_BLOCK_S)
+        if self._clock.lags and MIN_LAGGING_PASSES * draft_s <= MAX_BLOCK_S:
+            num_passes = max(num_passes, MIN_LAGGING_PASSES)
+        return num_passes
 
     def _pass(self, arm: Arm, inputs: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> Tensor:
         args, kwargs = next(inputs)
@@ -148,6 +161,8 @@ class Probe:
         """Keep everything a pass can change; yields how to put it back between passes, and the kept batch."""
         self._parameters = list(self._module.parameters())
         gradients = [parameter.grad for parameter in self._parameters]
+        if self._overwrites_gradients:
+            gradients = [gradient if gradient is None else gradient.clone() for gradient in gradients]
         numbers = RandomState(self._clock.device)
         state = Snapshot([self._module, *self._roots()])
         batch = Snapshot([args, kwargs])

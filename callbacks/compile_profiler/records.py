@@ -100,6 +100,8 @@ class Sample(_Record):
         step: x-axis number of the batch.
         eager_s: seconds of one eager pass, the mean over one block of passes.
         compiled_s: seconds of one compiled pass, likewise.
+        eager_host_s: of ``eager_s``, the seconds until Python had launched the pass; less where the device lags behind.
+        compiled_host_s: likewise of ``compiled_s``.
         num_passes: passes in each timed block.
         shape: the batch's shape class; pairs are compared within one class.
         step_s: seconds of one whole training step in the window that ended at this pair, if one did.
@@ -110,6 +112,8 @@ class Sample(_Record):
     step: int
     eager_s: float
     compiled_s: float
+    eager_host_s: float | None = None
+    compiled_host_s: float | None = None
     num_passes: int = 1
     shape: str = ""
     step_s: float | None = None
@@ -182,7 +186,10 @@ class Speedup(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndToEnd(_Record):
-    """The whole training step, data loading and optimizer included."""
+    """The whole training step, data loading and optimizer included.
+
+    ``trusted`` is ``False`` for an estimate that depends on how the step overlaps with the device's work.
+    """
 
     speedup: float | None = None
     low: float | None = None
@@ -191,6 +198,7 @@ class EndToEnd(_Record):
     step_s: float | None = None
     compute_share: float | None = None
     input_bound: bool | None = None
+    trusted: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,6 +151,7 @@ def _end_to_end_basis(end_to_end: EndToEnd) -> str:
         _told("{} a step", end_to_end.step_s, seconds),
         _told("{:.0%} of it compute", end_to_end.compute_share),
         "input-bound" if end_to_end.input_bound else None,
+        "not to be trusted: end_to_end='windows' tells" if end_to_end.trusted is False else None,
     )
 
 

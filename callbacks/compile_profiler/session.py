@@ -139,6 +139,7 @@ class Session:
             tolerance=tolerance,
             roundoff=roundoff,
             matched_rng=not own_numbers,
+            overwrites_gradients=_replays_cuda_graphs(options),
             plain_pass=door.plain_pass if self._settings.drift_reference else None,
             seed=self._settings.seed,
         )
@@ -348,6 +349,13 @@ def _name_of(backend: Any) -> str:
     if isinstance(backend, str):
         return backend
     return str(getattr(backend, "__qualname__", type(backend).__qualname__))
+
+
+def _replays_cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether these arguments of ``torch.compile`` ask for CUDA graphs."""
+    return options["mode"] in ("reduce-overhead", "max-autotune") or bool(
+        (options["options"] or {}).get("triton.cudagraphs")
+    )
 
 
 def _first_line(error: Exception) -> str:

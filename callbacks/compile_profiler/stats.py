@@ -230,6 +230,26 @@ def end_to_end(*, step_s: float, eager_s: float, compiled_s: float) -> float:
     return (rest_s + eager_s) / (rest_s + compiled_s)
 
 
+def end_to_end_bracket(sample: Sample) -> tuple[float, float] | None:
+    """Speedup of the whole step if the device sets its pace, and if Python does; in order of size.
+
+    Where the device lags behind Python, the rest of the step hides behind the longer pass, so that the whole step
+    gains less than the passes differ: if launching sets the pace, only what launching differs. The truth lies
+    between; on a device that keeps step with Python the two are one. ``None`` without the time of a whole step.
+
+    >>> pair = Sample(step=1, eager_s=6.0, compiled_s=2.0, eager_host_s=4.0, compiled_host_s=2.0, step_s=8.0)
+    >>> end_to_end_bracket(pair)
+    (1.25, 1.5)
+    """
+    if sample.step_s is None:
+        return None
+    device = end_to_end(step_s=sample.step_s, eager_s=sample.eager_s, compiled_s=sample.compiled_s)
+    if sample.eager_host_s is None or sample.compiled_host_s is None:
+        return device, device
+    python = end_to_end(step_s=sample.step_s, eager_s=sample.eager_host_s, compiled_s=sample.compiled_host_s)
+    return min(device, python), max(device, python)
+
+
 def saved_s(*, num_compiled_steps: int, saved_per_step_s: float, compile_s: float, probe_s: float) -> float:
     """Seconds saved so far, net of compiling and measuring; negative until they are paid back.
 
