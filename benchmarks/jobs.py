@@ -148,8 +148,8 @@ class Block(nn.Module):
         q, k, v = qkv.transpose(1, 3).unbind(dim=2)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.out(attended)
-        x += self.mlp(self.norm_mlp(x))
-        return x
+        grown: Tensor = x + self.mlp(self.norm_mlp(x))
+        return grown
 
 
 class GPT(nn.Module):
