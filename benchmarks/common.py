@@ -269,19 +269,30 @@ def run_all(args: argparse.Namespace, measure: Callable[[Job], dict[str, Any]], 
         args: what ``arguments`` has returned.
         measure: everything about one job.
         table: makes the table of the results by name.
+
+    Raises:
+        SystemExit: a job failed; the others have been measured and shown.
     """
     if not on_gpu():
         torch.set_num_threads(1)  # with more, tiny operations stall for milliseconds on a busy machine
     console = Console(width=150)
     results: dict[str, dict[str, Any]] = {}
+    failed = []
     for name in args.jobs:
         job = JOBS[name](on_gpu() and not args.quick)
         began_s = time.perf_counter()
-        with quiet():
-            results[name] = measure(job)
+        try:
+            with quiet():
+                results[name] = measure(job)
+        except Exception:  # time on a large machine is dear: the other jobs go on
+            console.print_exception(max_frames=8)
+            failed.append(name)
+            continue
         results[name]["took_s"] = time.perf_counter() - began_s
         console.print(f"{name}: {results[name]['took_s']:.0f} s")
         if args.out is not None:  # after each job, so that an interrupted run has lost nothing
             args.out.write_text(json.dumps({"machine": machine(), "jobs": results}, indent=1) + "\n", encoding="utf-8")
     console.print(table(results))
     console.print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")

@@ -6,6 +6,7 @@ import time
 import lightning as L
 import pytest
 import torch
+from rich.table import Table
 
 from benchmarks import common, jobs, overhead, regret, truth
 
@@ -99,3 +100,16 @@ def test_an_unknown_job_is_refused_by_name():
     """The message is argparse's, the program ends before anything was trained."""
     with pytest.raises(SystemExit):
         truth.main(["--jobs", "mlp,unheard"])
+
+
+def test_a_job_that_fails_does_not_take_the_others_along(tmp_path, monkeypatch, capsys):
+    """The next job is still measured and shown, and the program says which one failed."""
+    broken = jobs.Job(net=lambda: torch.nn.Linear(1, 1), batch=lambda: (torch.ones(2, 3), torch.ones(2, 1)))
+    monkeypatch.setitem(jobs.JOBS, "broken", lambda big: broken)
+
+    args = common.arguments(None, ["--jobs", "broken,mlp", "--out", str(tmp_path / "out.json")], steps=20)
+    with pytest.raises(SystemExit, match="failed: broken"):
+        common.run_all(args, lambda job: {"step_s": common.step_seconds(job)}, lambda results: Table(*results))
+
+    assert list(json.loads((tmp_path / "out.json").read_text())["jobs"]) == ["mlp"]
+    assert "mlp: " in capsys.readouterr().out
