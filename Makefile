@@ -7,17 +7,22 @@ BIN    := $(VENV)/bin
 # One on-disk cache of compiled kernels for all processes of a run. It may be empty: `make clean` empties it.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-CODE  := callbacks examples tests
+CODE  := callbacks examples benchmarks tests
 PROSE := README.md CHANGELOG.md CONTRIBUTING.md docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types pytest clean
+.PHONY: help demo benchmarks test lint format types pytest clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(VENV)/examples.stamp  ## train the two example jobs, print both verdicts
 	$(BIN)/python -m examples.demo
+
+benchmarks: $(VENV)/examples.stamp  ## is the speedup true, what does it cost: minutes on a CPU
+	$(BIN)/python -m benchmarks.truth
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.regret
 
 test: lint types pytest  ## everything a change has to pass
 
