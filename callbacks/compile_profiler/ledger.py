@@ -19,7 +19,7 @@ TRUSTED_BRACKET = 1.05
 
 
 class Ledger:
-    """Samples, seconds and counts of one fit.
+    """Samples, seconds and counts of one fit; ``own_s`` is what the callback itself has taken, pairs included.
 
     Args:
         confidence: of every interval.
@@ -42,6 +42,7 @@ class Ledger:
         self.num_steps = 0
         self.num_compiled_steps = 0
         self.probe_s = 0.0
+        self.own_s = 0.0
         self.memory = Memory()
 
     def add_step(self, step: int, seconds: float, *, compiled: bool, compiling: bool) -> None:
@@ -85,11 +86,12 @@ class Ledger:
         used = [sample for sample in self.samples if sample.void is None]
         eager_s = statistics.median([sample.eager_s for sample in used]) if used else None
         compiled_s = statistics.median([sample.compiled_s for sample in used]) if used else None
+        whole = self._end_to_end(used, compiled_s)
         return Report(
             verdict=verdict,
             speedup=speedup(self.samples, self._confidence),
-            end_to_end=self._end_to_end(used, compiled_s) if self._whole_step else EndToEnd(),
-            time=self._time(eager_s, compiled_s, ended=verdict.decision == "eager"),
+            end_to_end=whole if self._whole_step else EndToEnd(),
+            time=self._time(eager_s, compiled_s, whole, ended=verdict.decision == "eager"),
             compiles=compiles,
             drift=next((s.drift for s in reversed(self.samples) if s.drift is not None), Drift()),
             memory=self.memory,
@@ -126,7 +128,7 @@ class Ledger:
             trusted=trusted,
         )
 
-    def _time(self, eager_s: float | None, compiled_s: float | None, *, ended: bool) -> Time:
+    def _time(self, eager_s: float | None, compiled_s: float | None, whole: EndToEnd, *, ended: bool) -> Time:
         """Seconds spent and saved; a run that has ended in eager breaks even at no later step."""
         elapsed_s = self._read_s() - self._began_s
         compile_s = self.compile_s()
@@ -135,11 +137,14 @@ class Ledger:
             probe_s=self.probe_s,
             eager_s=eager_s,
             compiled_s=compiled_s,
-            overhead_pct=100 * self.probe_s / (elapsed_s - self.probe_s) if elapsed_s > self.probe_s else None,
+            overhead_pct=100 * self.own_s / (elapsed_s - self.own_s) if elapsed_s > self.own_s else None,
         )
         if eager_s is None or compiled_s is None:
             return known
-        per_step = {"saved_per_step_s": eager_s - compiled_s, "compile_s": compile_s, "probe_s": self.probe_s}
+        saved_per_step_s = eager_s - compiled_s
+        if whole.speedup is not None and whole.step_s is not None:  # what a real step saves is what counts
+            saved_per_step_s = whole.step_s * (whole.speedup - 1)
+        per_step = {"saved_per_step_s": saved_per_step_s, "compile_s": compile_s, "probe_s": self.probe_s}
         return replace(
             known,
             saved_s=saved_s(num_compiled_steps=self.num_compiled_steps, **per_step),

@@ -17,7 +17,7 @@ from compile_profiler.drift import Outcome, against_reference, compare, distance
 from compile_profiler.records import Drift, Memory, Rng, Sample
 from compile_profiler.sandbox import RandomState, Snapshot
 
-MIN_BLOCK_S = 0.05
+MIN_BLOCK_S = 0.02
 """A block this long keeps the clock, the first launch and most wake-ups of other processes below a per cent."""
 MAX_BLOCK_S = 0.5
 MIN_LAGGING_PASSES = 4

@@ -21,7 +21,7 @@ from compile_profiler.probe import Probe, module_dtype
 from compile_profiler.records import Reason, Report, Sample, Verdict
 from compile_profiler.sandbox import StateTooLargeError
 from compile_profiler.verdict import Limits, judge
-from compile_profiler.windows import Alternation, Window
+from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
 MAX_PROBE_ERRORS = 3
 _MAX_BACKOFF = 10
@@ -172,10 +172,11 @@ class Session:
 
     def on_step_end(self) -> None:
         """After a training step: account for it, run a pair if one is due, decide, log."""
+        began_s = time.perf_counter()
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
         if self._door is not None:
-            self._account()
+            self._account(began_s - self._step_began_s)
             if self._is_due():
                 self._run_pair()
             if self._news:
@@ -183,9 +184,10 @@ class Session:
         if self._unlogged and host.logs_this_step(self._trainer):
             self._unlogged = False
             self._export.log(self.report(), self._step)
+            self._window.drop()
+        self._ledger.own_s += time.perf_counter() - began_s
 
-    def _account(self) -> None:
-        seconds = time.perf_counter() - self._step_began_s
+    def _account(self, seconds: float) -> None:
         compiling = self._observer.poll("train", step=self._step, epoch=self._trainer.current_epoch)
         compiled = self._alternation is None or self._alternation.arm == "compiled"
         boundary = host.at_boundary(self._trainer)
@@ -260,20 +262,19 @@ class Session:
         self._observer.poll("probe", step=self._step, epoch=self._trainer.current_epoch)
         self._num_since_pair = 0
         self._news = True
-        self._window.open()
+        self._window.drop(settle_steps=SETTLE_STEPS)
         self._ledger.add_pair(sample, time.perf_counter() - began_s)
 
     def _measured(self, step_s: float | None) -> Sample:
         """The pair on the batch just trained, or a void one that says why there is none."""
         assert self._probe is not None
-        assert self._arm is not None
         assert self._door is not None
         void = "error"
         try:
             args, kwargs = self._door.last_call or ((), {})
             return self._probe.measure(
                 EagerArm(self._module),
-                self._arm,
+                self._guards["training_step"],
                 *args,
                 step=self._step,
                 step_s=step_s,
@@ -342,6 +343,7 @@ class Session:
 
     def report(self) -> Report:
         """Everything known now."""
+        self._ledger.own_s += sum(guard.take_seconds() for guard in self._guards.values())
         return self._ledger.report(self._verdict, self._observer.compiles(), self._environment)
 
 

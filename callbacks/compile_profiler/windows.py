@@ -9,7 +9,7 @@ from compile_profiler.records import Sample
 
 WINDOW_STEPS = 20
 SETTLE_STEPS = 2
-"""Steps after a switch of arms that are not timed: caches, allocator and launch queue still belong to the other arm."""
+"""Steps after a switch of arms or a pair that are not timed: caches, allocator and launch queue are not theirs yet."""
 
 
 class Window:
@@ -18,11 +18,14 @@ class Window:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._start_s: float | None = None
+        self._num_to_settle = 0
         self.num_steps = 0
 
     def step(self) -> None:
         """An ordinary step has ended."""
-        if self._start_s is None:
+        if self._num_to_settle > 0:
+            self._num_to_settle -= 1
+        elif self._start_s is None:
             self.open()
         else:
             self.num_steps += 1
@@ -32,9 +35,9 @@ class Window:
         self._clock.synchronize()
         self._start_s, self.num_steps = self._clock.now(), 0
 
-    def drop(self) -> None:
-        """Something else happened: validation, a checkpoint, compiling. The next step opens a new window."""
-        self._start_s, self.num_steps = None, 0
+    def drop(self, *, settle_steps: int = 0) -> None:
+        """Something else happened: a pair, validation, a checkpoint. A new window opens when things have settled."""
+        self._start_s, self.num_steps, self._num_to_settle = None, 0, settle_steps
 
     def close(self) -> float | None:
         """Seconds of one step, or ``None`` if no whole step lies in the window."""
