@@ -191,7 +191,8 @@ def _size_hint(name: str, dim: str, old: str, new: str) -> str:
         return "A tensor made at a graph break changed its size. Mend that break: no x[mask], but torch.where."
     change = f"Dimension {dim} of {name} went from {old} to {new}."
     if dim == "0":
-        return f"{change} For a ragged last batch one more graph is normal; DataLoader(drop_last=True) saves it."
+        drop = "One more graph for a ragged last batch is normal; DataLoader(drop_last=True) saves it."
+        return f"{change} {drop} If it keeps changing, pass dynamic=True."
     return f"{change} Pad the batches to a few fixed lengths, or pass dynamic=True."
 
 

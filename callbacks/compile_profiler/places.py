@@ -35,7 +35,8 @@ def _folders(*paths: str | Path) -> tuple[str, ...]:
 
 _SITE = _folders(*(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 _STANDARD = _folders(*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
-_TORCH = ("<", *_folders(Path(torch.__file__).parent, Path(__file__).parent))
+_TORCH = _folders(Path(torch.__file__).parent, Path(__file__).parent)
+_TYPED_IN = ("<ipython-input", "<stdin>", "<python-input")
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
@@ -46,8 +47,11 @@ def owner_of(file: str) -> Owner:
     'user'
     >>> owner_of(torch.__file__)
     'torch'
+    >>> owner_of("<ipython-input-1>"), owner_of("<eval_with_key>.3")
+    ('user', 'torch')
     """
-    if file.startswith(_TORCH):
+    generated = file.startswith("<") and not file.startswith(_TYPED_IN)
+    if generated or file.startswith(_TORCH):
         return "torch"
     if file.startswith(_SITE):
         return "lightning" if _LIGHTNING & set(Path(file).parts) else "third_party"
