@@ -32,7 +32,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "sandbox": (set(), {"torch", "numpy"}),
     "arms": (set(), {"torch", "numpy", "torchmetrics"}),
     "guard": ({"sandbox", "arms"}, {"torch"}),
-    "observe": ({"records"}, {"torch"}),
+    "places": ({"records"}, {"torch"}),
+    "causes": ({"records"}, set()),
+    "observe": ({"records", "places", "causes"}, {"torch"}),
     "host": ({"records", "arms", "guard"}, {"torch", *LIGHTNING}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "sandbox", "arms"}, {"torch"}),

@@ -1,17 +1,13 @@
 """The door to what ``torch._dynamo`` tells about compiling: listeners, records and counters, turned into events.
 
-Everything here reads private parts of torch (names checked on 2.11 and 2.13). A part that is missing in another
-version leaves its figures at zero events, never a wrong number.
+Everything here reads private parts of torch (names checked on 2.11 and 2.13). A part that another version lacks costs
+its own figures alone: without records, no recompiles and no skipped functions are told; graphs are still counted.
 """
 
 from __future__ import annotations
 
-import re
-import sysconfig
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,94 +15,11 @@ import torch._dynamo
 from torch._dynamo import callback as dynamo_callback
 from torch._dynamo import utils as dynamo_utils
 
-from compile_profiler.records import Cause, Compiles, Event, Kind, Owner, Stage
+from compile_profiler.causes import Explanation, detail_of, explain_break, explain_recompile, library_in
+from compile_profiler.places import Place, calling_place, innermost, places_in, resolved, to_blame, written_name
+from compile_profiler.records import Compiles, Event, Kind, Stage
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_GUARD_COMMENT = re.compile(r"#.*?(?P<file>[^\s/]+):(?P<line>\d+) in (?P<function>\S+)")
-_SITE = tuple({str(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
-_TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parent)
-
-# First match wins. The texts are those of torch's guards and graph-break reasons.
-_CAUSES: tuple[tuple[str, Cause, str], ...] = (
-    (
-        r"size mismatch|stride mismatch|rank mismatch|\.size\(\)|\.shape\[|symbolic shape",
-        "shape",
-        "A tensor's shape changed. Pad or bucket the batches, drop the ragged last one, or pass dynamic=True.",
-    ),
-    (
-        r"requires_grad mismatch|grad_mode|\.training\b|inference_mode|dispatch key set mismatch",
-        "stage",
-        "Another grad mode or train/eval flag needs its own graph; one or two of these are normal.",
-    ),
-    (
-        r"\.item\(\)|[Dd]ata.dependent|nonzero|_local_scalar_dense",
-        "data_dependent",
-        "The code depends on a tensor's value. Use torch.where or a mask, or move .item() out of the step.",
-    ),
-    (
-        r"builtin `print`|torch\.compiler\.disable|logging|side effect|STORE_GLOBAL",
-        "side_effect",
-        "Printing, metrics and logging cannot be compiled. Move the call out of the compiled code.",
-    ),
-    (
-        r"___check_obj_id|___check_type_id|\bid\(|___check_current_mode| is not ",
-        "object_identity",
-        "A new object is made on every step. Make it once and keep it on the module.",
-    ),
-    (
-        r"== -?\d|== True|== False|== None|== '",
-        "python_scalar",
-        "A Python number that changes is part of the graph. Keep it as a tensor (register_buffer).",
-    ),
-    (
-        r"[Uu]nsupported|does not (know|support)|not supported|[Ff]ailed to trace|[Ss]kip",
-        "unsupported",
-        "torch.compile cannot trace this construct. Move it out of the step, or compile another target.",
-    ),
-)
-
-
-class Place(NamedTuple):
-    """A line of source code."""
-
-    file: str
-    line: int
-    function: str
-
-
-def owner_of(file: str) -> Owner:
-    """Whose code a file is.
-
-    >>> owner_of("train.py")
-    'user'
-    >>> owner_of(torch.__file__)
-    'torch'
-    """
-    parts = Path(file).parts
-    if file.startswith((_OWN, _TORCH, "<")):
-        return "torch"
-    if {"lightning", "pytorch_lightning", "lightning_fabric"} & set(parts) and file.startswith(_SITE):
-        return "lightning"
-    return "third_party" if file.startswith(_SITE) else "user"
-
-
-def innermost(places: Iterable[Place]) -> Place | None:
-    """The user's innermost frame, or the innermost of all where no frame is the user's."""
-    frames = list(places)
-    mine = [place for place in frames if owner_of(place.file) == "user"]
-    return (mine or frames)[-1] if frames else None
-
-
-def explain(text: str) -> tuple[Cause, str]:
-    """The cause behind a guard or graph-break text, with what to do about it.
-
-    >>> explain("tensor 'x' size mismatch at index 0. expected 4, actual 3")[0]
-    'shape'
-    """
-    for pattern, cause, hint in _CAUSES:
-        if re.search(pattern, text):
-            return cause, hint
-    return "other", ""
+MAX_DETAIL = 300
 
 
 def disabled() -> str | None:
@@ -117,21 +30,44 @@ def disabled() -> str | None:
     return "torch.compiler.set_stance('force_eager') is in force" if stance == "force_eager" else None
 
 
+class _Seen(NamedTuple):
+    """A compilation record or a graph-break reason of torch, with the user's frame that had led to it."""
+
+    what: Any
+    caller: Place | None
+
+
 class Observer:
     """Follows what is compiled between ``start`` and ``stop``.
 
     torch counts for the whole process; ``skip`` leaves out what was compiled since the last look by somebody else,
     ``poll`` takes what is new as events of one stage. Both cost about a microsecond while nothing compiles.
+
+    What is counted, by stage:
+
+    * ``graph``: graphs handed to the backend, those of recompiles included.
+    * ``recompile``: times torch set out to compile a function again because a guard failed, the last one included, at
+      which it met its limit and gave up: the "Recompiling function" lines of ``TORCH_LOGS=recompiles``.
+    * ``graph_break``: distinct lines of code that end a graph, wherever they are called from: the distinct places in
+      "Graph break in user code at ..." of ``TORCH_LOGS=graph_breaks``. An event counts how often the line was traced.
+    * ``skipped_frame``: functions left in eager as a whole. ``TORCH_LOGS`` calls what stopped them a graph break too;
+      torch's own break counter does not have them.
+    * ``limit_hit``: functions that are in eager from now on because they were recompiled too often.
+    * ``cudagraph_skip``: graphs that run without the CUDA graph asked for.
     """
 
     def __init__(self) -> None:
-        self._compiling_since: float | None = None
         self._began = False
-        self._records: list[Any] = []
-        self._num_reasons = 0
+        self._caller: Place | None = None
+        self._last_record: Any = None
+        self._last_reason: Any = None
+        self._records: list[_Seen] = []
+        self._reasons: list[_Seen] = []
+        self._stacks: dict[str, list[Place]] = {}
         self._num_graphs = 0
         self._num_cudagraph_skips = 0
         self._events: dict[tuple[Any, ...], Event] = {}
+        self._break_places: set[tuple[Any, ...]] = set()
         self._by_stage: dict[str, dict[str, int]] = {}
 
     # -- listening -----------------------------------------------------------------------------------------------
@@ -153,51 +89,73 @@ class Observer:
             handler.remove_end_callback(self._on_end)
 
     def _on_start(self, *_args: Any) -> None:  # torch 2.7 passes nothing, later versions a CallbackArgs
-        self._compiling_since = time.perf_counter()
+        self._collect()
+        self._caller = calling_place()
         self._began = True
 
     def _on_end(self, *_args: Any) -> None:
-        self._compiling_since = None
+        self._collect()
+
+    def _collect(self) -> None:
+        """Take what torch has noted since the last time.
+
+        At every compile, not only at a look: the ring of records holds 64, and ``torch._dynamo.reset()`` empties the
+        list of reasons. A record is written after the end listener has run, and so is met at the next start.
+        """
+        records, reasons = self._all_records(), self._all_reasons()
+        if records and records[-1] is not self._last_record:
+            self._records += [_Seen(record, self._caller) for record in _after(self._last_record, records)]
+            self._last_record = records[-1]
+        if reasons and reasons[-1] is not self._last_reason:
+            self._reasons += [_Seen(reason, self._caller) for reason in _after(self._last_reason, reasons)]
+            self._last_reason = reasons[-1]
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def skip(self) -> None:
         """Forget what was compiled up to now."""
+        self._collect()
+        self._forget()
+
+    def _forget(self) -> None:
         self._began = False
-        self._records = self._all_records()
-        self._num_reasons = len(self._all_reasons())
+        self._records.clear()
+        self._reasons.clear()
         self._num_graphs = self._counter("stats", "unique_graphs")
         self._num_cudagraph_skips = self._counter("inductor", "cudagraph_skips")
 
     def compiling(self) -> bool:
-        """Whether anything began to compile since the last look."""
-        return self._began
+        """Whether anything was compiled, or given up, since the last look."""
+        self._collect()
+        return self._began or bool(self._records)
 
     def poll(self, stage: Stage, *, step: int, epoch: int) -> bool:
         """Take what was compiled since the last look as events of ``stage``; whether there was anything."""
         self.start()
-        if not self._began:
+        # A function that meets the recompile limit, or anything after a reset, wakes no listener but leaves a record.
+        if not self.compiling():
             return False
         here: dict[str, Any] = {"stage": stage, "step": step, "epoch": epoch}
-        seen = {id(record) for record in self._records}
-        for record in self._all_records():
-            if id(record) not in seen:
-                for event in _events_of(record, here):
-                    self._add(event)
-        for reason in self._all_reasons()[self._num_reasons :]:
-            self._add(_break_event(reason, here))
-        counts = self._by_stage.setdefault(stage, {})
-        graphs = self._counter("stats", "unique_graphs") - self._num_graphs
-        skips = self._counter("inductor", "cudagraph_skips") - self._num_cudagraph_skips
-        counts["graph"] = counts.get("graph", 0) + max(0, graphs)
-        if skips > 0:
+        num_graphs = 0
+        for seen in self._records:
+            self._remember(seen)
+            num_graphs += _has_graph(seen.what)
+            for event in self._events_of(seen.what, here):
+                self._add(event)
+        for seen in self._reasons:
+            self._add_break(seen, here)
+        # A counter that has been cleared in between counts too little, a ring that is too small records too little.
+        graphs = max(num_graphs, _risen(self._counter("stats", "unique_graphs"), self._num_graphs))
+        self._count(stage, "graph", graphs)
+        skips = _risen(self._counter("inductor", "cudagraph_skips"), self._num_cudagraph_skips)
+        if skips:
             text = "A CUDA graph was skipped: inputs on the CPU, written in place, or of changing shape."
             self._add(Event(**here, kind="cudagraph_skip", cause="other", detail=text, count=skips))
-        self.skip()
+        self._forget()
         return True
 
     def compiles(self) -> Compiles:
-        """Counts and events so far; ``graph_breaks`` counts places, each event how often it was met."""
+        """Counts and events so far."""
         train = self._by_stage.get("train", {})
         return Compiles(
             graphs=train.get("graph", 0),
@@ -210,86 +168,132 @@ class Observer:
             events=tuple(self._events.values()),
         )
 
+    def _count(self, stage: Stage, kind: Kind, num: int) -> None:
+        if num:
+            counts = self._by_stage.setdefault(stage, {})
+            counts[kind] = counts.get(kind, 0) + num
+
     def _add(self, event: Event) -> None:
+        if event.kind not in ("graph", "graph_break"):  # those two are not counted by event
+            self._count(event.stage, event.kind, event.count)
         key = (event.stage, event.kind, event.file, event.line, event.function, event.cause)
         known = self._events.get(key)
-        counts = self._by_stage.setdefault(event.stage, {})
-        if event.kind != "graph" and (event.kind != "graph_break" or known is None):
-            counts[event.kind] = counts.get(event.kind, 0) + event.count
         if known is not None:
             seconds = None if event.seconds is known.seconds is None else (event.seconds or 0) + (known.seconds or 0)
             event = replace(known, count=known.count + event.count, seconds=seconds)
         self._events[key] = event
 
+    def _add_break(self, seen: _Seen, here: dict[str, Any]) -> None:
+        reason = str(seen.what.reason)
+        stack = [Place(frame.filename, frame.lineno or 0, written_name(frame.name)) for frame in seen.what.user_stack]
+        place = (here["stage"], *stack[-1][:2]) if stack else (here["stage"], reason)
+        if place not in self._break_places:
+            self._break_places.add(place)
+            self._count(here["stage"], "graph_break", 1)
+        self._add(_event("graph_break", reason, explain_break(reason), _below(seen.caller, stack), here, None))
+
+    def _remember(self, seen: _Seen) -> None:
+        """Where a function is and who called it: the record of a later limit hit has only the function's number."""
+        file = getattr(seen.what, "co_filename", None)
+        if file:
+            line, function = getattr(seen.what, "co_firstlineno", None), getattr(seen.what, "co_name", None)
+            frame = Place(file, line or 0, written_name(function or ""))
+            self._stacks[_function_number(seen.what)] = _below(seen.caller, [frame])
+
+    def _events_of(self, record: Any, here: dict[str, Any]) -> Iterator[Event]:
+        """A compilation record as events: a graph, a recompile, a function left in eager, a limit hit."""
+        if not _is_of_frame(record):
+            return
+        guard, failure = getattr(record, "recompile_reason", None) or "", getattr(record, "fail_reason", None) or ""
+        fail_type = getattr(record, "fail_type", None)
+        seconds = getattr(record, "entire_frame_compile_time_s", None)
+        stack = self._stacks.get(_function_number(record), [])
+        at_guard = [*stack, *(places_in(guard) or resolved(guard, stack[-1:]))]
+        if guard:
+            yield _event("recompile", guard, explain_recompile(guard), at_guard, here, seconds)
+        elif _has_graph(record):
+            yield _event("graph", "", None, stack, here, seconds)
+        if fail_type is None or fail_type == "SkipFrame":  # compiled, or nothing in it to compile
+            return
+        if "recompile limit" in failure or "RecompileLimit" in fail_type:
+            cause, hint = explain_recompile(guard)
+            explained = Explanation(cause, f"From now on this function runs in eager. {hint}".strip())
+            yield _event("limit_hit", guard or failure, explained, at_guard, here, None)
+            return
+        file = getattr(record, "fail_user_frame_filename", None)
+        if file:
+            line = getattr(record, "fail_user_frame_lineno", None) or 0
+            stack = [*stack, Place(file, line, stack[-1].function if stack else "")]
+        yield _event("skipped_frame", failure, explain_break(failure), stack, here, None if guard else seconds)
+
     # -- private parts of torch ----------------------------------------------------------------------------------
 
     @staticmethod
     def _all_records() -> list[Any]:
-        """The ring of the last compilations of this process (64 of them in torch 2.13)."""
+        """The last compilations of this process."""
         read = getattr(dynamo_utils, "get_compilation_metrics", None)
         return list(read()) if read is not None else []
 
     @staticmethod
-    def _all_reasons() -> list[Any]:
+    def _all_reasons() -> Sequence[Any]:
         return getattr(dynamo_utils, "graph_break_reasons", [])
 
     @staticmethod
     def _counter(group: str, name: str) -> int:
-        return int(dynamo_utils.counters[group][name])
+        return int(getattr(dynamo_utils, "counters", {}).get(group, {}).get(name, 0))
 
 
-def _events_of(record: Any, here: dict[str, Any]) -> Iterator[Event]:
-    """A compilation record as events: a graph, a recompile, a frame left in eager, a limit hit."""
-    if getattr(record, "is_forward", None) is False:  # the backward half of a graph that has its own record
-        return
-    recompile_reason = getattr(record, "recompile_reason", None) or ""
-    fail_type, fail_reason = getattr(record, "fail_type", None), getattr(record, "fail_reason", None) or ""
-    seconds = getattr(record, "entire_frame_compile_time_s", None)
-    file, function = getattr(record, "co_filename", None), getattr(record, "co_name", None)
-    frame = Place(file, getattr(record, "co_firstlineno", None) or 0, function or "") if file else None
-    if recompile_reason:
-        yield _event("recompile", recompile_reason, _place_in(recompile_reason, frame), here, seconds)
-    if fail_type is None:
-        if not recompile_reason and getattr(record, "graph_op_count", None):
-            yield _event("graph", "", frame, here, seconds)
-        return
-    kind: Kind = "limit_hit" if "limit" in f"{fail_type} {fail_reason.partition('Hint')[0]}" else "skipped_frame"
-    failed_at = getattr(record, "fail_user_frame_filename", None)
-    if failed_at:
-        frame = Place(failed_at, getattr(record, "fail_user_frame_lineno", None) or 0, function or "")
-    yield _event(kind, recompile_reason or fail_reason, _place_in(recompile_reason, frame), here, seconds)
+def _after(last: Any, items: Sequence[Any]) -> Sequence[Any]:
+    """The items behind ``last``; all of them if it is gone."""
+    for position in range(len(items) - 1, -1, -1):
+        if items[position] is last:
+            return items[position + 1 :]
+    return items
 
 
-def _break_event(reason: Any, here: dict[str, Any]) -> Event:
-    stack = [Place(frame.filename, frame.lineno or 0, frame.name) for frame in reason.user_stack]
-    return _event("graph_break", str(reason.reason), innermost(stack), here, None)
+def _risen(now: int, before: int) -> int:
+    """By how much a counter rose that somebody may have cleared."""
+    return now - before if now >= before else now
 
 
-def _place_in(text: str, frame: Place | None) -> Place | None:
-    """The user's line named in a recompile reason, or else the frame that was compiled."""
-    stack = [Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(text)]
+def _is_of_frame(record: Any) -> bool:
+    """Not the backward half of a graph, nor what a backend does at run time: those have records of their own."""
+    return getattr(record, "is_forward", None) is not False and not getattr(record, "is_runtime", False)
+
+
+def _has_graph(record: Any) -> bool:
+    compiled = _is_of_frame(record) and getattr(record, "fail_type", None) is None
+    return compiled and bool(getattr(record, "graph_op_count", None))
+
+
+def _function_number(record: Any) -> str:
+    """The function's part of a compile id such as ``3/1``."""
+    return str(getattr(record, "compile_id", None)).rpartition("/")[0]
+
+
+def _below(caller: Place | None, stack: list[Place]) -> list[Place]:
+    """A stack with the user's frame that led to it, for torch sees only what was called from there."""
+    return stack if caller is None else [caller, *stack]
+
+
+def _event(
+    kind: Kind,
+    text: str,
+    explained: Explanation | None,
+    stack: Sequence[Place],
+    here: dict[str, Any],
+    seconds: float | None,
+) -> Event:
     place = innermost(stack)
-    if place is None and frame is not None:  # before torch 2.12: a comment behind the guard, with a shortened path
-        comment = _GUARD_COMMENT.search(text)
-        if comment and Path(frame.file).name == comment["file"]:
-            return Place(frame.file, int(comment["line"]), comment["function"])
-    return place or frame
-
-
-def _event(kind: Kind, text: str, place: Place | None, here: dict[str, Any], seconds: float | None) -> Event:
-    cause, hint = explain(text) if text else (None, "")
-    detail = " ".join(text.partition("\nUser stack trace")[0].partition("#")[0].split())[:300]
-    file, line, function = place or (None, None, None)
-    owner = owner_of(file) if file else None
     return Event(
         **here,
         kind=kind,
-        function=function,
-        file=file,
-        line=line,
-        owner=owner,
-        cause=cause,
-        detail=detail,
-        hint=hint,
+        function=place.function if place else None,
+        file=place.file if place else None,
+        line=place.line if place else None,
+        owner=to_blame(stack, library_in(text)),
+        cause=explained.cause if explained else None,
+        detail=detail_of(text)[:MAX_DETAIL],
+        hint=explained.hint if explained else "",
         seconds=seconds,
     )

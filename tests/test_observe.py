@@ -1,0 +1,382 @@
+"""What the compiler did is told right: kind, owner, cause, place and count of every case, in real fits."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import compile_cases as cases
+import pytest
+import torch
+import torch._dynamo
+from compile_cases import first_line, line_of
+from runs import Regression, train
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.callback import callback_handler
+
+from compile_profiler import CompileProfiler
+from compile_profiler.causes import detail_of, explain_break, explain_recompile
+from compile_profiler.observe import Observer
+
+# torch's own, at a graph break; as errors they would fail the compiling.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
+]
+
+FILE = cases.__file__
+LIMIT = 8
+"""torch's recompile limit: so many graphs of one function, then eager."""
+
+# Case: counts that are not zero, then its events but the graphs: kind, owner, cause, line, function, count.
+STEP = "training_step"
+SETTLED = {
+    cases.Prints: (
+        {"graphs": 2, "graph_breaks": 1},
+        [("graph_break", "user", "side_effect", line_of, STEP, 1)],
+    ),
+    cases.BranchesOnItem: (
+        {"graphs": 4, "recompiles": 2, "graph_breaks": 1},
+        [
+            ("graph_break", "user", "data_dependent", line_of, STEP, 1),
+            ("recompile", "user", "data_dependent", line_of, STEP, 2),
+        ],
+    ),
+    cases.Masks: (
+        {"graphs": 3, "recompiles": 1, "graph_breaks": 1},
+        [
+            ("graph_break", "user", "data_dependent", line_of, STEP, 1),
+            ("recompile", "user", "shape", line_of, STEP, 1),
+        ],
+    ),
+    cases.RaggedTail: (
+        {"graphs": 2, "recompiles": 1},
+        [("recompile", "user", "shape", first_line, STEP, 1)],
+    ),
+    cases.VaryingLength: (
+        {"graphs": 2, "recompiles": 1},
+        [("recompile", "user", "shape", first_line, STEP, 1)],
+    ),
+    cases.EveryThirdBatch: (
+        {"graphs": 3, "recompiles": 2},
+        [("recompile", "user", "python_scalar", line_of, STEP, 2)],
+    ),
+    cases.AnnealsFloat: (
+        {"graphs": 2, "recompiles": 1},
+        [("recompile", "user", "python_scalar", line_of, STEP, 1)],
+    ),
+    cases.Recurrent: (
+        {"eager_frames": 1},
+        [("skipped_frame", "user", "unsupported", line_of, STEP, 1)],
+    ),
+    cases.FreshModule: ({"graphs": 1}, []),
+    cases.FreshClosure: ({"graphs": 1}, []),
+    cases.CustomFunction: ({"graphs": 1}, []),
+    cases.CallsDisabled: (
+        {"graphs": 2, "graph_breaks": 1},
+        [("graph_break", "user", "side_effect", line_of, STEP, 1)],
+    ),
+    cases.CallsNumPy: (
+        {"graphs": 2, "graph_breaks": 1},
+        [("graph_break", "third_party", "unsupported", line_of, STEP, 2)],
+    ),
+    cases.CallsALibrary: (
+        {"graphs": 3, "graph_breaks": 1, "eager_frames": 1},
+        [
+            ("graph_break", "third_party", "data_dependent", line_of, STEP, 2),
+            ("skipped_frame", "third_party", "data_dependent", line_of, STEP, 1),
+        ],
+    ),
+    cases.TensorSubclass: (
+        {"eager_frames": 1},
+        [("skipped_frame", "user", "unsupported", line_of, STEP, 1)],
+    ),
+    cases.LayerDrop: (
+        {"graphs": 4, "recompiles": 2, "graph_breaks": 1},
+        [
+            ("graph_break", "user", "unsupported", line_of, STEP, 1),
+            ("recompile", "user", "python_scalar", line_of, STEP, 2),
+        ],
+    ),
+}
+# Case: cause, function, what the hint must name. All of them recompile until the limit.
+STORMS = {
+    cases.CountsItself: ("python_scalar", STEP, "register_buffer('n'"),
+    cases.CountsInAHelper: ("python_scalar", "scaled", "register_buffer('n'"),
+    cases.ReadsGlobalStep: ("python_scalar", STEP, "self.global_step"),
+    cases.ReadsCurrentEpoch: ("python_scalar", STEP, "self.current_epoch"),
+    cases.GrowsAList: ("python_scalar", STEP, "self.losses"),
+    cases.FreshClass: ("object_identity", STEP, "self.config"),
+}
+EPOCHS = {"max_epochs": LIMIT + 2, "max_steps": -1, "limit_train_batches": 1, "limit_val_batches": 1}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    """torch remembers by code which sizes varied in an earlier fit."""
+    torch._dynamo.reset()
+
+
+def observed(module_class, backend="aot_eager", target="step", stages=("train",), **options):
+    """What the report of a real fit says about compiling."""
+    profiler = CompileProfiler(
+        target, backend=backend, stages=stages, fallback=False, max_pairs=0, verbose=False, log=False
+    )
+    train(module_class, [profiler], **{"max_steps": 25, **options})
+    return profiler.report.compiles
+
+
+def not_zero(compiles):
+    names = ("graphs", "recompiles", "graph_breaks", "eager_frames", "limit_hits", "cudagraph_skips")
+    return {name: getattr(compiles, name) for name in names if getattr(compiles, name)}
+
+
+def told(event):
+    return event.kind, event.owner, event.cause, event.line, event.function, event.count
+
+
+@pytest.mark.parametrize("module_class", SETTLED, ids=lambda module_class: module_class.__name__)
+def test_each_case_has_its_kind_owner_cause_place_and_count(module_class):
+    counts, expected = SETTLED[module_class]
+
+    compiles = observed(module_class)
+    found = [event for event in compiles.events if event.kind != "graph"]
+
+    assert not_zero(compiles) == counts
+    assert sorted(map(told, found)) == sorted((*e[:3], e[3](module_class), *e[4:]) for e in expected)
+    assert {event.file for event in found} <= {FILE}
+    assert all(event.hint and event.detail for event in found)
+
+
+@pytest.mark.parametrize("module_class", STORMS, ids=lambda module_class: module_class.__name__)
+def test_a_value_that_changes_on_every_step_meets_the_limit_and_is_named(module_class):
+    cause, function, named = STORMS[module_class]
+
+    compiles = observed(module_class, **(EPOCHS if module_class is cases.ReadsCurrentEpoch else {}))
+    recompile, limit_hit = (event for event in compiles.events if event.kind != "graph")
+
+    assert not_zero(compiles) == {"graphs": LIMIT, "recompiles": LIMIT, "limit_hits": 1}
+    place = (line_of(module_class), function)
+    assert told(recompile) == ("recompile", "user", cause, *place, LIMIT)
+    assert told(limit_hit) == ("limit_hit", "user", cause, *place, 1)
+    assert (recompile.file, limit_hit.file) == (FILE, FILE)
+    assert (recompile.step, limit_hit.step) == (1, LIMIT)
+    assert named in recompile.hint
+    assert named in limit_hit.hint
+
+
+def test_a_healthy_module_that_logs_has_one_graph_and_nothing_else():
+    compiles = observed(Regression)
+
+    assert not_zero(compiles) == {"graphs": 1}
+    assert [(event.kind, event.function) for event in compiles.events] == [("graph", STEP)]
+
+
+def test_stages_are_counted_apart():
+    compiles = observed(Regression, stages=("train", "validate"), max_epochs=2, max_steps=-1)
+
+    assert compiles.by_stage == {"sanity": {"graph": 1}, "train": {"graph": 1}}
+    assert not_zero(compiles) == {"graphs": 1}
+
+
+class CompilesInValidation(Regression):
+    def on_validation_epoch_start(self):
+        torch.compile(lambda x: print(x.shape), backend="eager")(torch.ones(3))
+
+
+def test_what_the_user_compiles_between_steps_is_not_counted():
+    compiles = observed(CompilesInValidation, max_epochs=2, max_steps=-1)
+
+    assert compiles.by_stage == {"train": {"graph": 1}}
+
+
+def test_a_target_that_the_step_never_calls_compiles_nothing():
+    compiles = observed(cases.Case, target="forward")
+
+    assert not_zero(compiles) == {}
+    assert compiles.events == ()
+
+
+def test_a_compiled_submodule_is_placed_where_the_user_calls_it():
+    (graph,) = observed(cases.Prints, target=["net"]).events
+
+    assert told(graph) == ("graph", "user", None, line_of(cases.Prints) - 1, STEP, 1)
+
+
+def test_a_limit_hit_carries_the_step_at_which_it_happened_and_no_time():
+    (limit_hit,) = (event for event in observed(cases.CountsItself).events if event.kind == "limit_hit")
+
+    assert limit_hit.seconds is None
+    assert limit_hit.detail == f"self.n == {LIMIT - 1}"
+    assert limit_hit.hint.startswith("From now on this function runs in eager.")
+
+
+def test_counts_are_those_of_torchs_own_logs():
+    """Lines and places that TORCH_LOGS prints for the very same fits."""
+    names = ["Prints", "BranchesOnItem", "CountsItself", "CallsALibrary", "VaryingLength"]
+    script = f"""if True:
+        import json, sys
+        import compile_cases, test_observe
+        for name in {names}:
+            print("#", name, file=sys.stderr, flush=True)
+            test_observe.torch._dynamo.reset()
+            found = test_observe.observed(getattr(compile_cases, name))
+            print(json.dumps([name, found.recompiles, found.graph_breaks]), file=sys.stderr, flush=True)
+    """
+    paths = [str(Path(FILE).parent), str(Path(FILE).parents[1] / "callbacks")]
+    env = {**os.environ, "TORCH_LOGS": "recompiles,graph_breaks", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    ours = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[")]
+    theirs = []
+    for name, log in zip(names, re.split("^# .*$", done.stderr, flags=re.MULTILINE)[1:], strict=True):
+        places = re.findall(r"Graph break in user code at (\S+:\d+)", log)
+        theirs.append([name, log.count("Recompiling function"), len(set(places))])
+
+    assert ours == theirs
+    assert sum(recompiles + breaks for _, recompiles, breaks in ours) > LIMIT
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("guard", "cause", "named"),
+    [
+        ("0/0: tensor 'L['batch'][0]' size mismatch at index 1. expected 3, actual 4", "shape", "batch[0] went"),
+        ("0/0: 2 <= x.size()[0]  # x.view(-1)  # mine/train.py:3 in forward", "shape", "dynamic=True"),
+        ("0/0: tensor 'x' requires_grad mismatch. expected requires_grad=1", "stage", "train/eval"),
+        ("0/0: GLOBAL_STATE changed: grad_mode", "stage", "train/eval"),
+        ("0/0: not self.training", "stage", "train/eval"),
+        ("0/0: L['self'].n == 3  # y = x.reshape(x.shape[0]) * self.n", "python_scalar", "register_buffer('n'"),
+        ("0/0: self.beta == 0.5", "python_scalar", "torch.tensor(0.)"),
+        ("0/0: (k % 4) != 0", "python_scalar", "k changes"),
+        ("0/0: self.metric._update_count == 7", "python_scalar", "a metric's update counter"),
+        ("0/0: ___stack0 == 1.5  # if loss.item() > 1:", "data_dependent", "torch.where"),
+        ("0/0: ___check_obj_id(self.act, 94117212199760)", "object_identity", "self.act"),
+        ("0/0: something torch may say one day", "other", ""),
+    ],
+)
+def test_a_guard_is_judged_by_itself_and_not_by_the_source_line_behind_it(guard, cause, named):
+    explained = explain_recompile(guard)
+
+    assert explained.cause == cause
+    assert named in explained.hint
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("Failed to trace builtin operator\n  Explanation: builtin operator `print`", "side_effect"),
+        ("Failed to trace builtin operator\n  Explanation: operator `vars`\n  Hint: logging `print`", "unsupported"),
+        ("Data-dependent branching\n  Explanation: (e.g. `if my_tensor.sum() > 0:`)", "data_dependent"),
+        ("generic_jump TensorVariable()", "data_dependent"),
+        ("Attempted to call function marked as skipped\n  Explanation: (e.g. _warnings.warn)", "unsupported"),
+        ("Skip calling `torch.compiler.disable()`d function `<function Metric.update>`", "side_effect"),
+    ],
+)
+def test_a_graph_break_is_judged_by_what_happened_and_not_by_torchs_hints(reason, cause):
+    explained = explain_break(reason)
+
+    assert explained.cause == cause
+    assert explained.hint
+    assert "Hint" not in detail_of(reason)
+
+
+# -- listening -------------------------------------------------------------------------------------------------------
+
+
+class Raises(cases.Case):
+    def on_train_batch_start(self, batch, batch_idx):
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 3:
+            raise ValueError("the user's own")
+
+
+def test_listeners_are_gone_after_fit_and_after_an_exception():
+    before = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
+    observed(cases.Case)
+    after_fit = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
+    with pytest.raises(ValueError, match="the user's own"):
+        observed(Raises)
+    after_error = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
+
+    assert before == after_fit == after_error
+
+
+class ResetsTheCompiler(cases.Prints):
+    def on_train_batch_start(self, batch, batch_idx):
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx in (5, 10):
+            torch._dynamo.reset()
+            dynamo_utils.counters.clear()
+
+
+def test_a_reset_in_mid_run_is_survived_and_what_follows_is_counted():
+    compiles = observed(ResetsTheCompiler)
+    (found,) = (event for event in compiles.events if event.kind == "graph_break")
+
+    assert not_zero(compiles) == {"graphs": 6, "graph_breaks": 1}
+    assert (found.line, found.count) == (line_of(cases.Prints), 3)
+
+
+def doubled(x):
+    return x * 2
+
+
+def copies(function, num):
+    """The same function so many times, each with a compile cache of its own."""
+    return [types.FunctionType(function.__code__.replace(), function.__globals__) for _ in range(num)]
+
+
+@pytest.fixture
+def observer():
+    watching = Observer()
+    watching.start()
+    watching.skip()
+    yield watching
+    watching.stop()
+
+
+def test_more_compilations_than_torch_keeps_records_of_are_all_seen(observer):
+    for function in copies(doubled, 70):
+        torch.compile(function, backend="eager")(torch.ones(2))
+    observer.poll("train", step=0, epoch=0)
+    compiles = observer.compiles()
+
+    assert len(dynamo_utils.get_compilation_metrics()) < 70
+    assert compiles.graphs == 70
+    assert sum(event.count for event in compiles.events) == 70
+
+
+@pytest.mark.parametrize("missing", ["get_compilation_metrics", "graph_break_reasons", "counters"])
+def test_a_missing_part_of_torch_costs_its_own_figures_alone(observer, monkeypatch, missing):
+    """Graphs are known from records or counters, breaks from their list."""
+    monkeypatch.delattr(dynamo_utils, missing)
+
+    torch.compile(lambda x: (print(x.shape), x * 2)[1] + x, backend="eager")(torch.ones(2) * 2)
+    found = observer.poll("train", step=0, epoch=0)
+    compiles = observer.compiles()
+
+    assert found
+    assert compiles.graphs == 1
+    assert compiles.graph_breaks == (missing != "graph_break_reasons")
+    assert compiles.recompiles == compiles.limit_hits == 0
+
+
+def test_polling_costs_two_microseconds_while_nothing_compiles(observer):
+    torch.compile(doubled, backend="eager")(torch.ones(2))
+    observer.poll("train", step=0, epoch=0)
+
+    def one_look_s(num=1000):
+        began_s = time.perf_counter()
+        for step in range(num):
+            observer.poll("train", step=step, epoch=0)
+        return (time.perf_counter() - began_s) / num
+
+    assert min(one_look_s() for _ in range(20)) < 2e-6
