@@ -5,9 +5,10 @@ import random
 
 import numpy as np
 import torch
-from runs import Regression
 from torch import nn
 from torchmetrics.functional.classification import multiclass_accuracy
+
+from runs import Regression
 
 
 def line_of(module_class, mark="# here"):

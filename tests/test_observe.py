@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch._dynamo
 from compile_cases import first_line, line_of
-from runs import Regression, train
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
 
 from compile_profiler import CompileProfiler
 from compile_profiler.causes import detail_of, explain_break, explain_recompile
 from compile_profiler.observe import Observer
+from runs import Regression, train
 
 # torch's own, at a graph break; as errors they would fail the compiling.
 pytestmark = [
