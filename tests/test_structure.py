@@ -25,7 +25,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "verdict": ({"records", "stats"}, set()),
     "scalars": ({"records"}, set()),
     "drift": ({"records"}, {"torch"}),
-    "ledger": ({"records", "stats"}, set()),
+    "ledger": ({"records", "stats", "verdict"}, set()),
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
     "windows": ({"records", "clock"}, set()),

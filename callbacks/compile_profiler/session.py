@@ -24,6 +24,7 @@ from compile_profiler.verdict import Limits, judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
 MAX_PROBE_ERRORS = 3
+MAX_SHAPES_TO_REOPEN = 3
 _MAX_BACKOFF = 10
 _HOOKS = {"train": "training_step", "validate": "validation_step"}
 _FAILURES: dict[Reason, str] = {
@@ -87,6 +88,7 @@ class Session:
         self._num_clean = 0
         self._num_since_pair = 0
         self._num_probe_errors = 0
+        self._asked_at = 0  # number of pairs when the question was opened
         self._news = True  # something to judge
         self._unlogged = True  # something to log
 
@@ -197,6 +199,7 @@ class Session:
             self._num_clean = 0
             self._news = True
             self._drop_windows()
+            self._reopen("something was compiled again")
             return
         self._num_clean += 1
         if self._alternation is None:
@@ -251,6 +254,25 @@ class Session:
             return interval
         return max(interval, self._ledger.steps_per_pair(self._settings.overhead_budget))
 
+    def _reopen(self, why: str) -> None:
+        """Another regime than the one that was decided on: ask again, from here on; the run stays compiled."""
+        if self._verdict.reason not in ("gain", "inconclusive"):
+            return
+        self._asked_at = len(self._ledger.samples)
+        self._verdict = Verdict(message=f"Asked again: {why}.", step=self._step, config=self._config)
+        self._unlogged = True
+        self._export.tell(f"measuring again at step {self._step}: {why}.")
+
+    def _look_again(self, sample: Sample) -> None:
+        """Whether this pair shows another regime, or an undecided question has rested long enough."""
+        shapes = {earlier.shape for earlier in self._ledger.samples}
+        # A run of ever new lengths was decided on many of them; its next new one is nothing new.
+        if sample.void is None and shapes and sample.shape not in shapes and len(shapes) <= MAX_SHAPES_TO_REOPEN:
+            self._reopen("batches of another shape came")
+        num_pairs = len(self._ledger.samples) - self._asked_at
+        if self._verdict.reason == "inconclusive" and num_pairs >= 2 * self._settings.limits.max_pairs:
+            self._reopen("the answer was not clear")
+
     def _run_pair(self) -> None:
         step_s = self._window.close()
         began_s = time.perf_counter()
@@ -263,6 +285,7 @@ class Session:
         self._num_since_pair = 0
         self._news = True
         self._window.drop(settle_steps=SETTLE_STEPS)
+        self._look_again(sample)
         self._ledger.add_pair(sample, time.perf_counter() - began_s)
 
     def _measured(self, step_s: float | None) -> Sample:
@@ -306,13 +329,14 @@ class Session:
     def _decide(self) -> None:
         self._news = False
         verdict = judge(
-            self._ledger.samples,
+            self._ledger.samples[self._asked_at :],
             self._observer.compiles(),
             limits=self._settings.limits,
             step=self._step,
             config=self._config,
             num_compiled_steps=self._ledger.num_compiled_steps,
             num_steps_seen=self._ledger.num_steps,
+            num_recent_compiling=self._ledger.num_recent_compiling,
             evidence=self._ledger.window_samples if self._alternation is not None else None,
         )
         if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
