@@ -11,7 +11,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torch._dynamo import OptimizedModule
+from torchmetrics import Metric, MetricCollection
 
 Call = Callable[..., Any]
 
@@ -49,6 +50,24 @@ def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
                 held.pop(name, None)
             else:
                 held[name] = value
+
+
+def disguised(module: nn.Module, attributes: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
+    """Patches that put ``attributes`` on a module, unseen by ``copy`` and ``pickle``.
+
+    A step may copy its module (a teacher, a moving average): the copy must not carry stand-ins for the original.
+    """
+    held = {name: vars(module)[name] for name in attributes if name in vars(module)}
+
+    def get_state() -> Any:
+        read = getattr(type(module), "__getstate__", None)
+        state = read(module) if read is not None else vars(module)
+        if not isinstance(state, dict):  # a class of the user's that packs itself its own way
+            return state
+        own = {name: value for name, value in state.items() if name != "__getstate__" and name not in attributes}
+        return {**own, **{name: value for name, value in held.items() if name in state}}
+
+    return [(module, name, value) for name, value in {**attributes, "__getstate__": get_state}.items()]
 
 
 @contextmanager
@@ -151,7 +170,7 @@ class EagerArm:
 
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the hook as the user wrote it, without logging."""
-        with patched([(self._module, "log", _nothing), (self._module, "log_dict", _nothing)]):
+        with patched(disguised(self._module, {"log": _nothing, "log_dict": _nothing})):
             return getattr(self._module, hook)(*args, **kwargs)
 
 
@@ -159,8 +178,8 @@ class CompiledArm:
     """One configuration of ``torch.compile`` on one module.
 
     Between calls nothing of it is on the module. During a call ``log`` and ``log_dict`` are deferred, metric objects
-    stay outside the graph (compiled in, their update counters recompile on every step), and for the targets inside the
-    step the submodules carry torch's own ``_compiled_call_impl``.
+    stay outside the graph (compiled in, their update counters recompile on every step), as does what the user has
+    compiled, and for the targets inside the step the submodules carry torch's own ``_compiled_call_impl``.
 
     Args:
         module: the LightningModule.
@@ -187,11 +206,20 @@ class CompiledArm:
             self._steps = {hook: self._compiled_method(hook) for hook in hooks}
         else:
             self._compile_in_place(submodules(module, target))
-        self._patches: list[tuple[Any, str, Any]] = [(module, name, call) for name, call in self.logs.stand_ins.items()]
-        self._patches += [(submodule, "_compiled_call_impl", call) for submodule, call in self._in_place]
-        for metric in (m for m in module.modules() if isinstance(m, Metric)):
-            for name in ("forward", "update", "compute"):
-                self._patches.append((metric, name, _outside_the_graph(getattr(metric, name))))
+        in_place = dict(self._in_place)
+        self._patches: list[tuple[Any, str, Any]] = []
+        for submodule in module.modules():
+            attributes = dict(self.logs.stand_ins) if submodule is module else {}
+            if submodule in in_place:
+                attributes["_compiled_call_impl"] = in_place[submodule]
+            elif isinstance(submodule, (Metric, MetricCollection)):
+                attributes.update(
+                    {n: _outside_the_graph(getattr(submodule, n)) for n in ("forward", "update", "compute")}
+                )
+            else:
+                attributes.update(_compiled_by_user(submodule))
+            if attributes:
+                self._patches += disguised(submodule, attributes)
 
     def _compiled_method(self, hook: str) -> Call:
         """The step as a compiled function of its own, so that its cache and recompile limit are its own too."""
@@ -233,7 +261,30 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _outside_the_graph(call: Call) -> Call:
-    return cast("Call", torch.compiler.disable(call))  # type: ignore[no-untyped-call]
+    def run(*args: Any, **kwargs: Any) -> Any:  # a function of our own: of a compiled one, disable takes the inside
+        return call(*args, **kwargs)
+
+    return cast("Call", torch.compiler.disable(run))  # type: ignore[no-untyped-call]
+
+
+def _compiled_by_user(module: nn.Module) -> dict[str, Call]:
+    """What keeps a module that the user has compiled out of our graph, so that their own compile serves it."""
+    held = vars(module)
+    if isinstance(module, OptimizedModule):
+        return {"forward": _outside_the_graph(module.forward)}
+    theirs = held.get("_compiled_call_impl")
+    # Tracing looks past _compiled_call_impl, at the hooks and at forward. With hooks both would run them.
+    if theirs is None or "forward" in held or module._forward_hooks or module._forward_pre_hooks:
+        return {}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        stand_in = held.pop("forward")
+        try:
+            return theirs(*args, **kwargs)
+        finally:
+            held["forward"] = stand_in
+
+    return dict.fromkeys(("forward", "_compiled_call_impl"), _outside_the_graph(run))
 
 
 def _own_code(function: Call) -> Call:

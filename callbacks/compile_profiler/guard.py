@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ class Guard:
 
     A full snapshot on every step is too dear. The first steps take one and find out what a step of this module
     changes: which modules' Python attributes, which buffers, which random numbers, the batch or not. Later steps keep
-    only that. Parameters and their gradients are not cloned (a forward pass that writes its own parameters is found by
-    pairs); gradients of an accumulation window are kept while the guard is learning.
+    only that. Parameters are not cloned (a forward pass that writes its own parameters is found by pairs).
 
     Whose error it was is settled by the retry: if eager raises too, it is the user's own and is raised from the
     eager code, unchanged.
@@ -37,14 +37,10 @@ class Guard:
         self._arm = arm
         self._on_failure = on_failure
         self._learning = LEARNING_STEPS
-        self._owners: dict[int, Any] = {}
-        self._buffers: dict[int, Tensor] = {}
+        self._known = _Known()
         self._saved_buffers: list[Tensor] = []
-        self._writes_batch = False
-        self._draws: set[str] = set()
         self._state: Snapshot | None = None
         self._random: RandomState | None = None
-        self._gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         self._parameters = list(module.parameters())
         self._call: tuple[str, tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -54,18 +50,19 @@ class Guard:
 
     def forward(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step method ``hook`` compiled, or in eager if that fails."""
-        self._keep(args, kwargs)
+        self._call = None
         try:
+            self._keep(args, kwargs)
             output = self._arm.run(hook, *args, **kwargs)
+            self._learn()
             self._arm.logs.replay(self._module)
         except Exception as error:
-            failure = error
+            failure = _without_frames(error)
         else:
-            self._learn()
             self._call = (hook, args, kwargs)
             return output
         # Outside the except block, so that an error of the user's own carries no foreign __context__.
-        self._give_back()
+        self._rewind()
         output = getattr(self._module, hook)(*args, **kwargs)
         self._on_failure(failure)
         return output
@@ -81,69 +78,112 @@ class Guard:
         if self._call is None:  # an eager step, or one that failed in forward
             return run(loss)
         (_, args, kwargs), self._call = self._call, None
-        self._keep_gradients()
+        gradients = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in self._parameters]
         try:
             run(loss)
         except Exception as error:
-            failure = error
+            failure = _without_frames(error)
         else:
-            self._gradients.clear()
             return None
-        self._give_back()
-        for parameter, gradient, value in self._gradients:
+        del loss  # and with it what the failed pass holds: there may be no room for both
+        bring_back = self._rewind()
+        loss = eager_loss(*args, **kwargs)
+        bring_back()
+        complete = []
+        for parameter, gradient, version in gradients:
+            if gradient is not None and gradient._version != version:
+                # Autograd adds to a leaf once in a pass, and all of it: this one had its share before the failure.
+                complete.append((parameter, gradient))
+                gradient = None
             parameter.grad = gradient
-            if gradient is not None and value is not None:
-                gradient.copy_(value)
-        self._gradients.clear()
-        run(eager_loss(*args, **kwargs))
+        run(loss)
+        for parameter, gradient in complete:
+            parameter.grad = gradient
         self._on_failure(failure)
         return None
 
     # -- keeping and giving back -----------------------------------------------------------------------------------
 
     def _keep(self, args: Any, kwargs: Any) -> None:
-        self._call = None
+        # What a step that fails on the way here would be given back: nothing.
+        self._state = self._random = None
+        known = self._known
+        if not self._learning and any(map(_resized, known.buffers.values(), self._saved_buffers)):
+            self._learning = LEARNING_STEPS
         if self._learning:
             self._random = RandomState(self._device, GENERATORS)
             self._state = Snapshot([self._module, args, kwargs], parameters=False)
             return
-        self._random = RandomState(self._device, self._draws)
-        roots = [*self._owners.values(), *((args, kwargs) if self._writes_batch else ())]
-        self._state = Snapshot(roots, parameters=False, submodules=False) if roots else None
-        if self._buffers:
+        self._random = RandomState(self._device, known.draws)
+        roots = [*known.owners.values(), *((args, kwargs) if known.batch else ())]
+        if roots:
+            self._state = Snapshot(roots, parameters=False, tensors=known.tensors, submodules=False)
+        if self._saved_buffers:
             with torch.no_grad():
-                torch._foreach_copy_(self._saved_buffers, list(self._buffers.values()))
+                torch._foreach_copy_(self._saved_buffers, list(known.buffers.values()))
 
     def _learn(self) -> None:
         """After a good forward pass: what did it change, is any of that new?"""
         if not self._learning or self._state is None or self._random is None:
             return
-        known = (len(self._owners), len(self._buffers), self._writes_batch, len(self._draws))
+        known, size_before = self._known, self._known.size()
         buffers = {id(buffer): buffer for buffer in self._module.buffers()}
         for target, owner in self._state.changed():
             if id(target) in buffers:
-                self._buffers[id(target)] = target
-            elif isinstance(owner, nn.Module):
-                self._owners[id(owner)] = owner
+                known.buffers[id(target)] = target
+                continue
+            if isinstance(owner, nn.Module):
+                known.owners[id(owner)] = owner
             else:
-                self._writes_batch = True
-        self._draws |= self._random.moved()
+                known.batch = True
+            known.tensors |= isinstance(target, Tensor)
+        known.draws |= self._random.moved()
         self._state.forget_unchanged()  # hooks that run before backward may change more: that stays
-        nothing_new = known == (len(self._owners), len(self._buffers), self._writes_batch, len(self._draws))
-        self._learning = self._learning - 1 if nothing_new else LEARNING_STEPS - 1
+        self._learning = self._learning - 1 if known.size() == size_before else LEARNING_STEPS - 1
         if not self._learning:
-            self._saved_buffers = [torch.empty_like(buffer) for buffer in self._buffers.values()]
+            self._saved_buffers = [torch.empty_like(buffer) for buffer in known.buffers.values()]
 
-    def _keep_gradients(self) -> None:
-        self._gradients = [
-            (p, p.grad, p.grad.clone() if p.grad is not None and self._learning else None) for p in self._parameters
-        ]
-
-    def _give_back(self) -> None:
-        if self._state is not None:
-            self._state.restore()
-        if self._buffers and not self._learning:
+    def _rewind(self) -> Callable[[], None]:
+        """Give back what was kept; returns what to call after the retry (see ``Snapshot.rewind``)."""
+        self._arm.logs.entries.clear()
+        bring_back = self._state.rewind() if self._state is not None else _nothing
+        if self._saved_buffers and not self._learning:
             with torch.no_grad():
-                torch._foreach_copy_(list(self._buffers.values()), self._saved_buffers)
+                for buffer, value in zip(self._known.buffers.values(), self._saved_buffers, strict=True):
+                    buffer.data.copy_(value)
         if self._random is not None:
             self._random.restore()
+        return bring_back
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the steps of a module have been seen to change."""
+
+    owners: dict[int, nn.Module] = field(default_factory=dict)
+    """Modules with Python attributes that change."""
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    draws: set[str] = field(default_factory=set)
+    batch: bool = False
+    tensors: bool = False
+    """Whether tensors that are no buffers are written in place."""
+
+    def size(self) -> int:
+        return len(self.owners) + len(self.buffers) + len(self.draws) + self.batch + self.tensors
+
+
+def _resized(buffer: Tensor, saved: Tensor) -> bool:
+    return buffer.shape != saved.shape
+
+
+def _nothing() -> None:
+    pass
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error without its tracebacks, whose frames hold every tensor of the failed pass."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
