@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from torchmetrics import Metric, MetricCollection
 Call = Callable[..., Any]
 
 _MISSING = object()
+
+# Code that the step calls and that is compiled apart from it, behind a graph break, else shares its cache and its
+# recompile limit with every other fit of the process (since torch 2.13).
+_ISOLATED = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
 def known_backends() -> list[str]:
@@ -197,7 +202,7 @@ class CompiledArm:
         self, module: nn.Module, *, target: str | Sequence[str], hooks: Sequence[str], options: Mapping[str, Any]
     ) -> None:
         self._module = module
-        self._options = dict(options)
+        self._options = {**options, **_ISOLATED}
         self.logs = DeferredLogs()
         self._steps: dict[str, Call] = {}
         self._in_place: list[tuple[nn.Module, Call]] = []
@@ -269,22 +274,13 @@ def _outside_the_graph(call: Call) -> Call:
 
 def _compiled_by_user(module: nn.Module) -> dict[str, Call]:
     """What keeps a module that the user has compiled out of our graph, so that their own compile serves it."""
-    held = vars(module)
     if isinstance(module, OptimizedModule):
         return {"forward": _outside_the_graph(module.forward)}
-    theirs = held.get("_compiled_call_impl")
-    # Tracing looks past _compiled_call_impl, at the hooks and at forward. With hooks both would run them.
-    if theirs is None or "forward" in held or module._forward_hooks or module._forward_pre_hooks:
+    theirs = vars(module).get("_compiled_call_impl")
+    if theirs is None:
         return {}
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        stand_in = held.pop("forward")
-        try:
-            return theirs(*args, **kwargs)
-        finally:
-            held["forward"] = stand_in
-
-    return dict.fromkeys(("forward", "_compiled_call_impl"), _outside_the_graph(run))
+    # Tracing takes the way to the class's forward, past _compiled_call_impl, unless the object has one of its own.
+    return {"forward": module.forward, "_compiled_call_impl": _outside_the_graph(theirs)}
 
 
 def _own_code(function: Call) -> Call:
