@@ -1,5 +1,6 @@
 """A small module with the usual hazards, real Trainer runs of it, and everything that a run leaves behind."""
 
+import copy
 import random
 import time
 
@@ -7,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -92,6 +94,8 @@ def fit(module, callbacks=(), *, validate=True, trainer_class=pl.Trainer, seed=1
     }
     trainer = trainer_class(callbacks=list(callbacks), **options)
     train, val = loaders()
+    if is_overridden("train_dataloader", module):  # a module with a loader of its own
+        train = None
     trainer.fit(module, train, val if validate else None)
     return trainer
 
@@ -117,6 +121,7 @@ def left_behind(module, trainer):
     left["steps"] = trainer.global_step
     left["batches"] = getattr(module, "seen", None)
     left["attributes"] = sorted(vars(module))
+    left["of its own"] = copy.deepcopy(module.left()) if hasattr(module, "left") else None
     return left
 
 
@@ -129,6 +134,8 @@ def differences(a, b):
 def _same(a, b):
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
     return a == b
 
 

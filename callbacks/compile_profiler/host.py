@@ -6,10 +6,11 @@ what the trainer at hand is, never by an import.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +164,7 @@ class StepDoor:
 
         def enter(*args: Any, **kwargs: Any) -> Any:
             if hook == "training_step":
-                self.last_call = (args, kwargs)
+                self.last_call = (_repacked(args), _repacked(kwargs))
             with called_once(self._module, hook, run):
                 return step(*args, **kwargs)
 
@@ -201,7 +202,8 @@ class StepDoor:
         Raises:
             NoLossError: the step returned none.
         """
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        # No torch.compiler.cudagraph_mark_step_begin() here: once anybody in the process has called it, CUDA-graph
+        # trees rely on it alone, and the real steps, which do not call it, would never start a new generation again.
         with torch.enable_grad():
             with called_once(self._module, "training_step", functools.partial(arm.run, "training_step")):
                 output = self._strategy_step(*args, **kwargs)
@@ -234,6 +236,16 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise NoLossError(f"training_step returned {type(output).__name__} without a loss")
     return loss
+
+
+def _repacked(batch: Any) -> Any:
+    """The same tensors in containers of our own: a step may pop from its batch, a pair needs it whole."""
+    kind = type(batch)
+    if kind is dict:
+        return {key: _repacked(value) for key, value in batch.items()}
+    if kind is list or kind is tuple:
+        return kind([_repacked(item) for item in batch])
+    return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch
 
 
 def _package(trainer: Trainer) -> str:

@@ -439,10 +439,11 @@ class Snapshot:
         return [cell.target for cell in self._cells if isinstance(cell.target, Tensor)]
 
     def duplicate(self, item: Any) -> Any:
-        """A deep copy of ``item``, one of the roots, with the values of the snapshot.
+        """A deep copy of ``item``, one of the roots, with the values of the snapshot, which are restored for it.
 
         ``copy.deepcopy`` alone refuses tensors that have a gradient history.
         """
+        self.restore()
         memo = {
             id(cell.target): cell.value.value.clone().requires_grad_(cell.value.requires_grad)
             for cell in self._cells

@@ -1,0 +1,37 @@
+"""No module of the zoo can tell that it was measured."""
+
+import warnings
+
+import pytest
+from runs import differences, left_behind, train
+from zoo import COMPILED_DIFFERS, ZOO
+
+from compile_profiler import CompileProfiler
+
+OPTIONS = {"backend": "eager", "fallback": False, "verbose": False, "warmup_steps": 1, "pair_every_n_steps": 2}
+RUN = {"max_steps": 24, "limit_val_batches": 2}
+
+
+@pytest.mark.parametrize("module_class", ZOO, ids=lambda kind: kind.__name__)
+def test_a_module_with_a_hazard_trains_as_without_the_callback(module_class):
+    """Everything that a run leaves behind is bit-identical, and pairs have been made."""
+    profiler = CompileProfiler(**OPTIONS)
+    unmeasured = [CompileProfiler(**OPTIONS, max_pairs=0)] if module_class in COMPILED_DIFFERS else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about what it does not trace
+        plain = left_behind(*train(module_class, unmeasured, **RUN))
+        measured = left_behind(*train(module_class, [profiler], **RUN))
+    report = profiler.report
+
+    assert differences(plain, measured) == []
+    assert report.verdict.reason not in ("compile_error", "runtime_error", "unsupported")
+    assert report.speedup.num_pairs > 0
+    assert "error" not in report.speedup.void
+
+
+def test_the_comparison_can_fail():
+    """Another seed shows."""
+    first, second = (left_behind(*train(ZOO[0], seed=seed, **RUN)) for seed in (1, 2))
+
+    assert "weights/net.0.weight" in differences(first, second)
+    assert "batches" in differences(first, second)
