@@ -221,9 +221,9 @@ def _write_tensor(tensor: Tensor, before: _TensorState) -> None:
 
 
 def _copy_bits(target: Tensor, value: Tensor) -> None:
-    if target.layout is not torch.strided:
-        if not _same_bits(target, value):
-            target.copy_(value)
+    if target.layout is not torch.strided:  # part by part: copy_ would give the sparse tensor new ones
+        for part, its_value in zip(_parts(target), _parts(value), strict=True):
+            part.copy_(its_value)
         return
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded: all of these are one element in memory
