@@ -39,6 +39,7 @@ class Guard:
         self._learning = LEARNING_STEPS
         self._known = _Known()
         self._saved_buffers: list[Tensor] = []
+        self._kept_buffers = False
         self._state: Snapshot | None = None
         self._random: RandomState | None = None
         self._parameters = list(module.parameters())
@@ -106,7 +107,7 @@ class Guard:
 
     def _keep(self, args: Any, kwargs: Any) -> None:
         # What a step that fails on the way here would be given back: nothing.
-        self._state = self._random = None
+        self._state, self._random, self._kept_buffers = None, None, False
         known = self._known
         if not self._learning and any(map(_resized, known.buffers.values(), self._saved_buffers)):
             self._learning = LEARNING_STEPS
@@ -121,6 +122,7 @@ class Guard:
         if self._saved_buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._saved_buffers, list(known.buffers.values()))
+            self._kept_buffers = True
 
     def _learn(self) -> None:
         """After a good forward pass: what did it change, is any of that new?"""
@@ -147,7 +149,7 @@ class Guard:
         """Give back what was kept; returns what to call after the retry (see ``Snapshot.rewind``)."""
         self._arm.logs.entries.clear()
         bring_back = self._state.rewind() if self._state is not None else _nothing
-        if self._saved_buffers and not self._learning:
+        if self._kept_buffers:
             with torch.no_grad():
                 for buffer, value in zip(self._known.buffers.values(), self._saved_buffers, strict=True):
                     buffer.data.copy_(value)
