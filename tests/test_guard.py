@@ -140,7 +140,7 @@ def test_a_target_inside_the_step_is_guarded_too(target):
 
 
 class TwoGraphs(Regression):
-    """A graph break: backward runs through two compiled functions, and the first has gathered gradients already."""
+    """Graph breaks: backward runs through three compiled functions; when the third runs, the second has gathered."""
 
     def forward(self, x):
         z = self.net[0](x)
@@ -148,7 +148,7 @@ class TwoGraphs(Regression):
         return self.net[4](F.gelu(z))
 
 
-@pytest.mark.parametrize("at", [2, 4, 6, 22])
+@pytest.mark.parametrize("at", [3, 6, 24])
 def test_a_backward_that_fails_half_way_adds_no_gradient_twice(at):
     """In an accumulation window some gradients of the batch are in, others are not."""
     plain = left_behind(*train(TwoGraphs, accumulate_grad_batches=3, **RUN))
@@ -163,7 +163,7 @@ def test_a_buffer_that_changes_its_size_after_learning_is_no_trouble():
     class Growing(Regression):
         def __init__(self):
             super().__init__()
-            self.register_buffer("queue", torch.zeros(1, 8))
+            self.register_buffer("queue", torch.ones(1, 8))
 
         def training_step(self, batch, batch_idx):
             self.queue.mul_(1.01)
