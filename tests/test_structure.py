@@ -28,7 +28,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
     "windows": ({"clock"}, set()),
-    "sandbox": (set(), {"torch", "numpy"}),
+    "cells": (set(), {"torch", "numpy"}),
+    "sandbox": ({"cells"}, {"torch", "numpy"}),
     "arms": (set(), {"torch", "numpy", "torchmetrics"}),
     "guard": ({"sandbox", "arms"}, {"torch"}),
     "observe": ({"records"}, {"torch"}),
