@@ -29,7 +29,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
     "windows": ({"records", "clock"}, set()),
-    "sandbox": (set(), {"torch", "numpy"}),
+    "cells": (set(), {"torch", "numpy"}),
+    "sandbox": ({"cells"}, {"torch", "numpy"}),
     "arms": (set(), {"torch", "numpy", "torchmetrics"}),
     "guard": ({"sandbox", "arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
