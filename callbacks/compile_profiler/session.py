@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -357,7 +358,7 @@ class Session:
     def _on_failure(self, error: Exception) -> None:
         """A compiled step failed and its batch has been trained in eager: so is the rest of the run."""
         step = host.x_axis(self._trainer)
-        reason: Reason = "compile_error" if self._observer.compiling() else "runtime_error"
+        reason: Reason = "compile_error" if self._observer.failed(error) else "runtime_error"
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         self._observer.poll(host.stage_of(self._trainer), step=step, epoch=self._trainer.current_epoch)
@@ -385,5 +386,6 @@ def _replays_cuda_graphs(options: Mapping[str, Any]) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'without a message'}"
+    """The error on one line, with as much of its text as fits; torch's own put the cause on the second line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {textwrap.shorten(text, 200) if text else 'without a message'}"
