@@ -60,9 +60,9 @@ class Clock:
     def timed(self, run: Callable[[], object], num_passes: int) -> BlockTime:
         """Time a block of ``num_passes`` calls in a row, up to the end of their work on the device.
 
-        A device that lags is waited for twice, before and after the block, not between passes: launching runs ahead, as
-        it does in training, and a pass takes the mean. One that keeps step with Python shows each pass, and a pass takes
-        their median, which a process that is put to sleep in one of them does not move. What ``run`` raises is raised.
+        A device that lags is waited for twice, before and after the block, not between passes: launching runs ahead,
+        as it does in training, and a pass takes the mean. One that keeps step with Python shows each pass, and a pass
+        takes their median, which a stall in one of them does not move. What ``run`` raises is raised.
         """
         self.synchronize()
         readings_s = [self.now()]
