@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from compile_profiler import host, observe
+from compile_profiler.advice import advice
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock
 from compile_profiler.drift import tolerance_for, unit_roundoff_for
@@ -107,7 +108,8 @@ class Session:
         try:
             arm = CompiledArm(self._module, target=self._settings.target, hooks=hooks, options=self._settings.options)
         except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-            return self._refuse("compile_error", f"Compiling failed: {_first_line(error)}")
+            what_to_do = advice(error) or ""
+            return self._refuse("compile_error", f"Compiling failed: {_first_line(error)} {what_to_do}".strip())
         if arm.compiled_names:
             self._config["modules"] = list(arm.compiled_names)
         self._arm = arm
@@ -363,7 +365,8 @@ class Session:
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         self._observer.poll(host.stage_of(self._trainer), step=step, epoch=self._trainer.current_epoch)
-        message = f"{_FAILURES[reason]}: {_first_line(error)}"
+        what_to_do = advice(error)
+        message = f"{_FAILURES[reason]}: {_first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
         host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
         self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
 
