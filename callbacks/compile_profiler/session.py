@@ -70,7 +70,8 @@ class Session:
         self._trainer = trainer
         self._module = module
         self._export = export
-        self._config: dict[str, Any] = {"target": settings.target, **settings.options}
+        target = settings.target if isinstance(settings.target, str) else list(settings.target)
+        self._config: dict[str, Any] = {"target": target, **settings.options}
         self._config["backend"] = _name_of(settings.options["backend"])
         self._verdict = Verdict(config=self._config)
         self._environment = host.environment(trainer)
