@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "scalars": ({"records"}, set()),
     "drift": ({"records"}, {"torch"}),
     "ledger": ({"records", "stats"}, set()),
+    "checkpoint": ({"records"}, {"torch"}),
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
     "windows": ({"records", "clock"}, set()),
@@ -43,12 +44,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "export": ({"records", "scalars", "render", "host"}, set()),
     # one fit: what is due, what follows
     "session": (
-        {"records", "verdict", "drift", "ledger", "clock", "windows", "sandbox", "arms", "guard", "observe", "host"}
-        | {"probe", "export"},
+        {"records", "verdict", "drift", "ledger", "checkpoint", "clock", "windows", "sandbox", "arms", "guard"}
+        | {"observe", "host", "probe", "export"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
-    "callback": ({"records", "verdict", "arms", "host", "render", "export", "session"}, set()),
+    "callback": ({"records", "verdict", "checkpoint", "arms", "host", "render", "export", "session"}, set()),
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}

@@ -15,7 +15,7 @@ from compile_profiler.arms import Arm
 from compile_profiler.clock import BlockTime, Clock, passes_for, peak_bytes
 from compile_profiler.drift import Outcome, against_reference, compare, distance
 from compile_profiler.records import Drift, Memory, Rng, Sample
-from compile_profiler.sandbox import RandomState, Snapshot
+from compile_profiler.sandbox import RandomState, Snapshot, without_gradient_hooks
 
 MIN_BLOCK_S = 0.02
 """A block this long keeps the clock, the first launch and most wake-ups of other processes below a per cent."""
@@ -177,7 +177,7 @@ class Probe:
 
         self._numbers = numbers
         try:
-            with self._quiet():
+            with self._quiet(), without_gradient_hooks(self._parameters):
                 yield back, batch
         finally:
             back()
