@@ -30,15 +30,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
     "windows": ({"records", "clock"}, set()),
-    "sandbox": (set(), {"torch", "numpy"}),
-    "arms": (set(), {"torch", "numpy", "torchmetrics"}),
+    "hooks": (set(), {"torch"}),
+    "sandbox": ({"hooks"}, {"torch", "numpy"}),
+    "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
     "guard": ({"sandbox", "arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
     "host": ({"records", "arms", "guard"}, {"torch", *LIGHTNING}),
     # one batch in, one sample out
-    "probe": ({"records", "drift", "clock", "sandbox", "arms"}, {"torch"}),
+    "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
     "export": ({"records", "scalars", "render", "host"}, set()),

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from compile_profiler.arms import Arm
 from compile_profiler.clock import BlockTime, Clock, passes_for, peak_bytes
 from compile_profiler.drift import Outcome, against_reference, compare, distance
+from compile_profiler.hooks import without_gradient_hooks
 from compile_profiler.records import Drift, Memory, Rng, Sample
-from compile_profiler.sandbox import RandomState, Snapshot, without_gradient_hooks
+from compile_profiler.sandbox import RandomState, Snapshot
 
 MIN_BLOCK_S = 0.02
 """A block this long keeps the clock, the first launch and most wake-ups of other processes below a per cent."""

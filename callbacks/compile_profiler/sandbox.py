@@ -11,7 +11,6 @@ import array
 import contextlib
 import copy
 import enum
-import functools
 import operator
 import random
 import threading
@@ -24,6 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from compile_profiler.hooks import Globals, behind_hooks, read_cell, write_cell
 
 MAX_CELLS = 200_000
 """A state with more mutable objects than this is not copied: a pair would take longer than it is worth."""
@@ -261,67 +262,9 @@ def _write_buffer(target: Any, before: Any) -> None:
     target[:] = before
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Globals:
-    """The global variables that a function mentions."""
-
-    names: tuple[str, ...]
-    values: dict[str, Any]
-
-    def read(self) -> dict[str, Any]:
-        return {name: self.values[name] for name in self.names if name in self.values}
-
-    def write(self, before: dict[str, Any]) -> None:
-        for name in self.read().keys() - before.keys():
-            del self.values[name]
-        self.values.update(before)
-
-
-def _behind_hooks(module: nn.Module) -> Iterator[Any]:
-    """What the hooks of a module can write without being handed it: their object, closure and globals."""
-    for name in _HOOKS:
-        for hook in vars(module).get(name, {}).values():
-            yield from _behind(hook)
-
-
-def _behind(function: Any) -> Iterator[Any]:
-    if isinstance(function, functools.partial):
-        yield from _behind(function.func)
-        yield from (*function.args, *function.keywords.values())
-    elif isinstance(function, types.MethodType):
-        yield from _behind(function.__func__)
-        yield function.__self__
-    elif isinstance(function, types.FunctionType):
-        yield _Globals(function.__code__.co_names, function.__globals__)
-        for cell in function.__closure__ or ():
-            yield cell
-            yield from _read_cell(cell)
-        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    else:
-        yield function
-
-
 def _is_callback(kind: type) -> bool:
     """A Lightning callback of the user's: manages itself, but what its hooks count must not count a pair."""
     return not _is_foreign(kind, itself=True) and any(base.__name__ == "Callback" for base in kind.__mro__)
-
-
-def _read_cell(cell: types.CellType) -> list[Any]:
-    """What a closure's cell holds: one object, or none yet."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def _write_cell(cell: types.CellType, before: list[Any]) -> None:
-    if before:
-        cell.cell_contents = before[0]
-    else:
-        del cell.cell_contents
 
 
 _MISSING = object()
@@ -340,8 +283,8 @@ _KINDS: tuple[tuple[type | tuple[type, ...], _Kind], ...] = (
     (np.random.Generator, _Kind(lambda g: g.bit_generator.state, _same_generator, _write_generator)),
     (np.random.RandomState, _Kind(np.random.RandomState.get_state, _same_legacy, np.random.RandomState.set_state)),
     ((bytearray, array.array), _Kind(copy.copy, operator.eq, _write_buffer)),
-    (types.CellType, _Kind(_read_cell, lambda cell, before: _identical(_read_cell(cell), before), _write_cell)),
-    (_Globals, _Kind(_Globals.read, lambda item, before: _identical_items(item.read(), before), _Globals.write)),
+    (types.CellType, _Kind(read_cell, lambda cell, before: _identical(read_cell(cell), before), write_cell)),
+    (Globals, _Kind(Globals.read, lambda item, before: _identical_items(item.read(), before), Globals.write)),
 )
 
 
@@ -386,23 +329,6 @@ def _starts_with(items: list[Any], beginning: list[Any]) -> bool:
     return len(items) >= len(beginning) and all(same)
 
 
-@contextlib.contextmanager
-def without_gradient_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, hooks on these parameters (``register_hook``, post-accumulate ones) are not called.
-
-    They belong to real steps: a watcher counts them, an optimizer in the backward pass moves the weights.
-    """
-    hooks = [held for p in parameters for held in (p._backward_hooks, p._post_accumulate_grad_hooks) if held]
-    kept = [dict(held) for held in hooks]
-    for held in hooks:  # emptied, not replaced: autograd and the handles of the hooks know these very dicts
-        held.clear()
-    try:
-        yield
-    finally:
-        for held, before in zip(hooks, kept, strict=True):
-            held.update(before)
-
-
 class Snapshot:
     """The values of everything mutable that can be reached from ``roots``.
 
@@ -439,7 +365,7 @@ class Snapshot:
                 owner = item
             children = self._visit(item, owner, is_root, seen)
             if isinstance(item, nn.Module):
-                stack.extend((behind, owner, _is_callback(type(behind))) for behind in _behind_hooks(item))
+                stack.extend((behind, owner, _is_callback(type(behind))) for behind in behind_hooks(item))
             # By exact type first: a history of a hundred thousand numbers must not cost a step 30 ms.
             stack.extend((child, owner, False) for child in children if type(child) not in _ATOMS)
             if len(self._cells) > MAX_CELLS:
@@ -458,7 +384,7 @@ class Snapshot:
                 self._cells.append(_Cell(item, kind, value, owner))
                 if isinstance(value, _TensorState):
                     return () if value.grad is None else (value.grad,)
-                if isinstance(item, _Globals):
+                if isinstance(item, Globals):
                     return list(value.values())
                 if isinstance(value, (dict, list, set)):
                     return [*(value.values() if isinstance(value, dict) else value), *self._own(item, owner)]
