@@ -194,20 +194,20 @@ class Tunable(Regression):
 
 
 class TunesLater(neighbours.LearningRateFinder):
-    """As Lightning's documentation shows it: at some epochs, in the middle of fit."""
+    """As Lightning's documentation shows it: when an epoch starts, in the middle of fit."""
 
     def on_fit_start(self, trainer, pl_module):
         pass
 
     def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 1 and self.optimal_lr is None:
+        if trainer.current_epoch == 0 and self.optimal_lr is None:
             self.lr_find(trainer, pl_module)
 
 
 TUNERS = {
     "BatchSizeFinder": (lambda: neighbours.BatchSizeFinder(max_trials=3, steps_per_trial=2), range(6)),
     "LearningRateFinder": (lambda: neighbours.LearningRateFinder(num_training_steps=20), range(20)),
-    "in mid-fit": (lambda: TunesLater(num_training_steps=20), range(8, 28)),
+    "in mid-fit": (lambda: TunesLater(num_training_steps=20), range(20)),
 }
 
 
@@ -264,6 +264,7 @@ def test_profilers_of_python_see_the_pair_as_time_of_the_callback(profiler_class
 
 
 @pytest.mark.filterwarnings("ignore:.*(Profiler|profiler|Incorrect schedule).*")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf.*")  # from inside dynamo
 def test_while_a_profiler_of_torch_records_no_pair_gets_into_its_record():
     def operations(name, callbacks):
         profiler = PyTorchProfiler(

@@ -109,7 +109,7 @@ class HookWatch:
     """Notices hooks put on the modules, or taken off, since the last look.
 
     Compiled code calls the hooks that were there when it was compiled: torch leaves them out of its guards
-    (``skip_nnmodule_hook_guards``). A look costs a microsecond where nothing has happened.
+    (``skip_nnmodule_hook_guards``). A look costs less than a microsecond where no hook was registered.
 
     >>> layer = nn.Linear(1, 1)
     >>> watch = HookWatch(layer)
@@ -122,13 +122,12 @@ class HookWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._all = [vars(submodule)[name] for submodule in module.modules() for name in _HOOKS]
         self._seen = self._found()
 
-    def _found(self) -> list[tuple[Any, tuple[int, ...]]]:
+    def _found(self) -> list[tuple[dict[int, Any], tuple[int, ...]]]:
         self._next_id = RemovableHandle.next_id  # every registration, of whatever hook, takes a number
-        held = (vars(module).get(name) for module in self._module.modules() for name in _HOOKS)
-        return [(hooks, tuple(hooks)) for hooks in held if hooks]
+        return [(hooks, tuple(hooks)) for hooks in self._all if hooks]
 
     def changed(self) -> bool:
         """Whether the hooks are others than at the last look."""
