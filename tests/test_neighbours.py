@@ -398,3 +398,26 @@ def test_an_optimizer_in_the_backward_pass_does_not_step_in_a_pair():
 
     assert differences(plain, measured) == []
     assert report.speedup.num_pairs > 0
+
+
+kept_by_nobody = []
+
+
+class HooksInTheStep(Regression):
+    """The step itself hooks a tensor; what the hook writes belongs to nothing that a pair could restore."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(kept_by_nobody.append)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*(is not a leaf|torch.compile).*")
+def test_a_hook_registered_in_the_step_writes_in_pairs_too():
+    """The row of docs/limits.md: the run is the same, the hook's own list is longer."""
+    kept_by_nobody.clear()
+    (plain, measured), report = both(HooksInTheStep)
+
+    assert differences(plain, measured) == []
+    assert report.speedup.num_pairs > 0
+    assert len(kept_by_nobody) > 2 * 24

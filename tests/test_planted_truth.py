@@ -2,11 +2,12 @@
 
 import time
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from runs import Regression, sleepy, train
 
 from compile_profiler import CompileProfiler
+from runs import InMemoryLogger, Regression, sleepy, train
 
 SHORT_S = 0.02
 LONG_S = 0.05
@@ -33,8 +34,8 @@ def test_a_backend_that_sleeps_is_called_no_gain_and_the_run_ends_in_eager():
     assert report.time.break_even_step is None
 
 
-def test_after_no_gain_a_longer_run_calls_the_compiled_code_no_more_often():
-    calls = []
+def test_after_no_gain_the_compiled_code_is_not_called_again():
+    calls, calls_by_step = [], []
 
     def backend(graph, example_inputs):
         def run(*inputs):
@@ -43,15 +44,17 @@ def test_after_no_gain_a_longer_run_calls_the_compiled_code_no_more_often():
 
         return run
 
-    profiler = CompileProfiler(backend=backend, verbose=False, pair_every_n_steps=1)
-    train(Regression, [profiler], max_steps=30)
-    num_calls = len(calls)
-    assert profiler.report.verdict.decision == "eager"
-    assert num_calls > 20
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, *args):
+            calls_by_step.append(len(calls))
 
-    calls.clear()
-    train(Regression, [profiler], max_steps=300)
-    assert len(calls) == pytest.approx(num_calls, rel=0.5)
+    profiler = CompileProfiler(backend=backend, verbose=False, pair_every_n_steps=1)
+    train(Regression, [profiler, Counts()], max_steps=120)
+    decided = profiler.report.verdict.step
+
+    assert profiler.report.verdict.reason == "no_gain"
+    assert calls_by_step[decided] > decided
+    assert set(calls_by_step[decided + 1 :]) == {len(calls)}
 
 
 def test_a_planted_gain_is_called_gain_and_reported_within_five_per_cent():
@@ -114,3 +117,52 @@ def test_steps_that_compile_never_enter_the_timing():
     assert report.time.compile_s > 0.5
     assert report.time.compiled_s < 0.05
     assert report.end_to_end.step_s < 0.1
+
+
+class HalvesItsBatch(SlowInEager):
+    """Half of every batch from some step on: another shape for the step, another graph."""
+
+    at_step = 50
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        halved = self.trainer.global_step >= self.at_step
+        return [part[: len(part) // 2] for part in batch] if halved else batch
+
+
+class LosesLater(pl.Callback):
+    """A backend that is quick at first and slow from some step on."""
+
+    seconds = SHORT_S
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step >= 50:
+            self.seconds = 2 * LONG_S
+
+    def __call__(self, graph, example_inputs):
+        def run(*inputs):
+            time.sleep(self.seconds)
+            return graph.forward(*inputs)
+
+        return run
+
+
+def test_a_run_that_stops_gaining_in_the_middle_goes_back_to_eager():
+    backend = LosesLater()
+    profiler = CompileProfiler(backend=backend, verbose=False, pair_every_n_steps=1, overhead_budget=1.0)
+    logger = InMemoryLogger()
+    train(SlowInEager, [backend, profiler], logger=logger, max_steps=130, validate=False)
+
+    assert (profiler.report.verdict.decision, profiler.report.verdict.reason) == ("eager", "no_gain")
+    assert "stopped gaining" in profiler.report.verdict.message
+    assert 1 in {row["compile/active"] for _, row in logger.rows if "compile/active" in row}
+
+
+def test_a_new_shape_opens_the_question_again_and_decides_on_its_own_pairs():
+    profiler = CompileProfiler(backend=sleepy(SHORT_S), verbose=False, pair_every_n_steps=2)
+    train(HalvesItsBatch, [profiler], max_steps=90, validate=False)
+    report = profiler.report
+
+    assert report.verdict.reason == "gain"
+    assert report.verdict.step > HalvesItsBatch.at_step
+    assert report.speedup.num_shapes == 2
+    assert report.compiles.recompiles == 1

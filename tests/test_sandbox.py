@@ -13,6 +13,7 @@ from torch import nn
 from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef
 
 from compile_profiler import sandbox
+from compile_profiler.cells import same_bits
 from compile_profiler.sandbox import RandomState, Snapshot, StateTooLargeError
 
 
@@ -88,7 +89,7 @@ def test_a_tensor_written_in_place_gets_its_bits_back(make):
 
     restored([tensor], lambda: root.fill_(1 if root.dtype is torch.bool else 0.25))
 
-    assert sandbox._same_bits(tensor.data, before)
+    assert same_bits(tensor.data, before)
 
 
 def test_infinity_and_the_largest_number_are_told_apart():

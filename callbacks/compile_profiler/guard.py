@@ -44,6 +44,7 @@ class Guard:
         self._learning = LEARNING_STEPS
         self._known = _Known()
         self._saved_buffers: list[_Group] = []
+        self._kept_buffers = False
         self._state: Snapshot | None = None
         self._random: RandomState | None = None
         self._parameters = list(module.parameters())
@@ -125,7 +126,7 @@ class Guard:
 
     def _keep(self, args: Any, kwargs: Any) -> None:
         # What a step that fails on the way here would be given back: nothing.
-        self._state = self._random = None
+        self._state, self._random, self._kept_buffers = None, None, False
         known = self._known
         if not self._learning and not self._copy_buffers():
             self._learning = LEARNING_STEPS
@@ -146,6 +147,7 @@ class Guard:
                     torch._foreach_copy_(group.values, group.buffers)
         except RuntimeError:
             return False
+        self._kept_buffers = True
         return True
 
     def _learn(self) -> None:
@@ -173,7 +175,7 @@ class Guard:
         """Give back what was kept; returns what to call after the retry (see ``Snapshot.rewind``)."""
         self._arm.logs.entries.clear()
         bring_back = self._state.rewind() if self._state is not None else _nothing
-        if not self._learning:
+        if self._kept_buffers:
             with torch.no_grad():
                 for group in self._saved_buffers:
                     for buffer, value in zip(group.buffers, group.values, strict=True):

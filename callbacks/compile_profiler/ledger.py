@@ -22,8 +22,10 @@ from compile_profiler.records import (
     Verdict,
 )
 from compile_profiler.stats import Interval, break_even_step, end_to_end_bracket, median_interval, saved_s, speedup
+from compile_profiler.verdict import RECENT_STEPS
 
-RECENT_STEPS = 50
+ORDINARY_STEPS = 50
+"""Steps whose median is the ordinary step that a compiling step is compared with."""
 INPUT_BOUND_SHARE = 0.5
 TRUSTED_BRACKET = 1.05
 """An estimate whose two ends are further apart than this is not to be trusted: windows of real steps tell."""
@@ -46,7 +48,8 @@ class Ledger:
         self._read_s = read_s
         self._began_s = read_s()
         self._compiling_steps_s: list[float] = []
-        self._recent_steps_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._recent_steps_s: deque[float] = deque(maxlen=ORDINARY_STEPS)
+        self._recent_compiling: deque[bool] = deque(maxlen=RECENT_STEPS)
         self._first_compiled_step = 0
         self._earlier_compile_s = 0.0
         self.samples: list[Sample] = []
@@ -62,12 +65,18 @@ class Ledger:
         if compiled and not self.num_compiled_steps:
             self._first_compiled_step = step
         self.num_compiled_steps += int(compiled)
+        self._recent_compiling.append(compiling)
         (self._compiling_steps_s if compiling else self._recent_steps_s).append(seconds)
 
     def add_pair(self, sample: Sample, seconds: float) -> None:
         """A pair was tried; it took so many wall seconds in all."""
         self.samples.append(sample)
         self.probe_s += seconds
+
+    @property
+    def num_recent_compiling(self) -> int:
+        """Of the last ``RECENT_STEPS`` steps, those in which something was compiled."""
+        return sum(self._recent_compiling)
 
     @property
     def num_void_in_a_row(self) -> int:
@@ -93,10 +102,10 @@ class Ledger:
         ordinary_s = statistics.median(self._recent_steps_s) if self._recent_steps_s else 0.0
         return self._earlier_compile_s + sum(max(0.0, seconds - ordinary_s) for seconds in self._compiling_steps_s)
 
-    def evidence(self) -> Evidence:
-        """Everything that a later fit can go on from."""
+    def evidence(self, since: int = 0) -> Evidence:
+        """What a later fit can go on from, without the first ``since`` pairs."""
         return Evidence(
-            samples=tuple(self.samples),
+            samples=tuple(self.samples[since:]),
             window_samples=tuple(self.window_samples),
             num_steps=self.num_steps,
             num_compiled_steps=self.num_compiled_steps,

@@ -6,6 +6,7 @@ its own figures alone: without records, no recompiles and no skipped functions a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -58,6 +59,7 @@ class Observer:
 
     def __init__(self) -> None:
         self._began = False
+        self._broken_off = False
         self._caller: Place | None = None
         self._last_record: Any = None
         self._last_reason: Any = None
@@ -92,8 +94,11 @@ class Observer:
         self._collect()
         self._caller = calling_place()
         self._began = True
+        self._broken_off = False
 
     def _on_end(self, *_args: Any) -> None:
+        # torch calls this from a ``finally``: an error on its way out is one of compiling.
+        self._broken_off = sys.exc_info()[1] is not None
         self._collect()
 
     def _collect(self) -> None:
@@ -123,6 +128,13 @@ class Observer:
         self._reasons.clear()
         self._num_graphs = self._counter("stats", "unique_graphs")
         self._num_cudagraph_skips = self._counter("inductor", "cudagraph_skips")
+
+    def failed(self, error: BaseException) -> bool:
+        """Whether ``error`` comes from compiling rather than from what was compiled.
+
+        The compiler's own errors say so by their class; one in the lazily compiled backward is a bare RuntimeError.
+        """
+        return self._broken_off or type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
     def compiling(self) -> bool:
         """Whether anything was compiled, or given up, since the last look."""

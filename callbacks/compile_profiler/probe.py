@@ -114,9 +114,9 @@ class Probe:
             Exception: whatever a pass raises; everything has been put back then, too.
         """
         with self._kept(args, kwargs) as (back, batch):
-            drift, wrote_batch, draft_s = self._compare(eager, compiled, args, kwargs, back, batch)
+            drift, wrote_batch, drafts_s = self._compare(eager, compiled, args, kwargs, back, batch)
             shape = _shape_of(batch)
-            num_passes = self._num_passes.setdefault(shape, self._passes_for(draft_s))
+            num_passes = self._num_passes.setdefault(shape, self._passes_for(*drafts_s))
             copies = [batch.duplicate((args, kwargs)) for _ in range(num_passes)] if wrote_batch else None
             order = [eager, compiled]
             self._coin.shuffle(order)
@@ -147,11 +147,12 @@ class Probe:
             drift=drift,
         )
 
-    def _passes_for(self, draft_s: float) -> int:
-        num_passes = passes_for(draft_s, min_block_s=MIN_BLOCK_S, max_block_s=MAX_BLOCK_S)
-        if self._clock.lags and MIN_LAGGING_PASSES * draft_s <= MAX_BLOCK_S:
+    def _passes_for(self, *drafts_s: float) -> int:
+        """Passes that make the quicker arm's block long enough and the slower one's not too long."""
+        num_passes = passes_for(min(drafts_s), min_block_s=MIN_BLOCK_S, max_block_s=MAX_BLOCK_S)
+        if self._clock.lags:
             num_passes = max(num_passes, MIN_LAGGING_PASSES)
-        return num_passes
+        return min(num_passes, passes_for(max(drafts_s), min_block_s=MAX_BLOCK_S, max_block_s=MAX_BLOCK_S))
 
     def _pass(self, arm: Arm, inputs: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> Tensor:
         args, kwargs = next(inputs)
@@ -186,8 +187,8 @@ class Probe:
 
     def _compare(
         self, eager: Arm, compiled: Arm, args: Any, kwargs: Any, back: Callable[[], None], batch: Snapshot
-    ) -> tuple[Drift, bool, float]:
-        """The untimed passes: drift, whether the step writes its batch, seconds of the quicker pass."""
+    ) -> tuple[Drift, bool, tuple[float, float]]:
+        """The untimed passes: drift, whether the step writes its batch, rough seconds of both."""
         expected, eager_s = self._outcome(eager, args, kwargs)
         wrote_batch = bool(batch.changed())
         rng: Rng = "none" if not self._numbers.moved() else "matched" if self._matched_rng else "unmatched"
@@ -208,7 +209,7 @@ class Probe:
             back()
             exact = self._exact(self._plain_pass, *batch.duplicate((args, kwargs), dtype=torch.float64))
             drift = against_reference(drift, exact, expected, found)
-        return drift, wrote_batch, min(eager_s, compiled_s)
+        return drift, wrote_batch, (eager_s, compiled_s)
 
     def _exact(self, plain_pass: Callable[..., Tensor], args: Any, kwargs: Any) -> Outcome:
         """The same step in float64, far closer to the exact result than either arm."""

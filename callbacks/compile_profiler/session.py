@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,7 @@ from compile_profiler.verdict import Limits, judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
 MAX_PROBE_ERRORS = 3
+MAX_SHAPES_TO_REOPEN = 3
 _MAX_BACKOFF = 10
 _HOOKS = {"train": "training_step", "validate": "validation_step"}
 _FAILURES: dict[Reason, str] = {
@@ -98,8 +100,10 @@ class Session:
         self._step = 0
         self._step_began_s = 0.0
         self._num_clean = 0
+        self._warm = False  # the first compiles of this fit are over
         self._num_since_pair = 0
         self._num_probe_errors = 0
+        self._asked_at = 0  # number of pairs when the question was opened
         self._news = True  # something to judge
         self._unlogged = True  # something to log
 
@@ -150,9 +154,8 @@ class Session:
 
     def for_checkpoint(self) -> dict[str, Any]:
         """What the next fit of this training can go on from, in plain values."""
-        return checkpoint.packed(
-            self._identity, self._verdict, self._ledger.evidence(), max_pairs=self._settings.limits.max_pairs
-        )
+        evidence = self._ledger.evidence(since=self._asked_at)
+        return checkpoint.packed(self._identity, self._verdict, evidence, max_pairs=self._settings.limits.max_pairs)
 
     def _refuse(self, reason: Reason, message: str) -> None:
         host.warn(f"{message}; training goes on as without the callback.")
@@ -235,8 +238,11 @@ class Session:
             self._num_clean = 0
             self._news = True
             self._drop_windows()
+            if self._warm:
+                self._reopen("something was compiled again")
             return
         self._num_clean += 1
+        self._warm |= self._num_clean >= self._settings.warmup_steps
         if self._alternation is None:
             self._window.step()
         elif self._num_clean >= self._settings.warmup_steps:
@@ -290,6 +296,25 @@ class Session:
             return interval
         return max(interval, self._ledger.steps_per_pair(self._settings.overhead_budget))
 
+    def _reopen(self, why: str) -> None:
+        """Another regime than the one that was decided on: ask again, from here on; the run stays compiled."""
+        if self._verdict.reason not in ("gain", "inconclusive"):
+            return
+        self._asked_at = len(self._ledger.samples)
+        self._verdict = Verdict(message=f"Asked again: {why}.", step=self._step, config=self._config)
+        self._unlogged = True
+        self._export.tell(f"measuring again at step {self._step}: {why}.")
+
+    def _look_again(self, sample: Sample) -> None:
+        """Whether this pair shows another regime, or an undecided question has rested long enough."""
+        shapes = {earlier.shape for earlier in self._ledger.samples}
+        # A run of ever new lengths was decided on many of them; its next new one is nothing new.
+        if sample.void is None and shapes and sample.shape not in shapes and len(shapes) <= MAX_SHAPES_TO_REOPEN:
+            self._reopen("batches of another shape came")
+        num_pairs = len(self._ledger.samples) - self._asked_at
+        if self._verdict.reason == "inconclusive" and num_pairs >= 2 * self._settings.limits.max_pairs:
+            self._reopen("the answer was not clear")
+
     def _run_pair(self) -> None:
         step_s = self._window.close()
         began_s = time.perf_counter()
@@ -302,6 +327,7 @@ class Session:
         self._num_since_pair = 0
         self._news = True
         self._window.drop(settle_steps=SETTLE_STEPS)
+        self._look_again(sample)
         self._ledger.add_pair(sample, time.perf_counter() - began_s)
 
     def _measured(self, step_s: float | None) -> Sample:
@@ -345,13 +371,14 @@ class Session:
     def _decide(self) -> None:
         self._news = False
         verdict = judge(
-            self._ledger.samples,
+            self._ledger.samples[self._asked_at :],
             self._observer.compiles(),
             limits=self._settings.limits,
             step=self._step,
             config=self._config,
             num_compiled_steps=self._ledger.num_compiled_steps,
             num_steps_seen=self._ledger.num_steps,
+            num_recent_compiling=self._ledger.num_recent_compiling,
             evidence=self._ledger.window_samples if self._alternation is not None else None,
         )
         if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
@@ -372,7 +399,7 @@ class Session:
     def _on_failure(self, error: Exception) -> None:
         """A compiled step failed and its batch has been trained in eager: so is the rest of the run."""
         step = host.x_axis(self._trainer)
-        reason: Reason = "compile_error" if self._observer.compiling() else "runtime_error"
+        reason: Reason = "compile_error" if self._observer.failed(error) else "runtime_error"
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         self._observer.poll(host.stage_of(self._trainer), step=step, epoch=self._trainer.current_epoch)
@@ -400,5 +427,6 @@ def _replays_cuda_graphs(options: Mapping[str, Any]) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'without a message'}"
+    """The error on one line, with as much of its text as fits; torch's own put the cause on the second line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {textwrap.shorten(text, 200) if text else 'without a message'}"

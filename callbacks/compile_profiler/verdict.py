@@ -12,6 +12,11 @@ from compile_profiler.stats import NET_LOSSES, first_outcome, lost, speedup
 
 DriftPolicy = Literal["fallback", "warn", "off"]
 
+RECENT_STEPS = 64
+STORM_STEPS = 16
+"""More of the last ``RECENT_STEPS`` steps that compile are a storm. Healthy runs settle after a few graphs: one for a
+ragged last batch, two or three for a varying length, a few for ``batch_idx % k``; torch's limit is 8 for one frame."""
+
 DRIFT_RUN = 3  # judged samples outside tolerance in a row: one alone can be an unlucky batch
 
 
@@ -57,11 +62,12 @@ def judge(
     config: Mapping[str, Any],
     num_compiled_steps: int,
     num_steps_seen: int,
+    num_recent_compiling: int = 0,
     evidence: Sequence[Sample] | None = None,
 ) -> Verdict:
     """The verdict on everything seen since the question was opened; call it again after each pair.
 
-    Weighed in this order: results that are not finite, drift, nothing compiled, the recompile limit, speed. Void
+    Weighed in this order: results that are not finite, drift, nothing compiled, recompiling without end, speed. Void
     samples never enter the speed, but what they computed counts. Pairs of different shapes are pooled: each compares
     one batch with itself, so its sign is fair whatever the shape.
 
@@ -76,6 +82,7 @@ def judge(
         config: the configuration of the compiled arm, to put on the verdict.
         num_compiled_steps: training steps that ran under the compiled arm.
         num_steps_seen: training steps of either arm.
+        num_recent_compiling: of the last ``RECENT_STEPS`` steps, those in which something was compiled.
         evidence: what the speed is judged on where it is not the pairs: windows of real steps.
 
     >>> faster = [Sample(step=n, eager_s=0.013, compiled_s=0.010) for n in range(8)]
@@ -90,6 +97,7 @@ def judge(
         or _drifts(samples, limits)
         or _nothing_compiled(compiles, num_compiled_steps, limits)
         or _recompile_limit(compiles, limits)
+        or _recompile_storm(compiles, num_recent_compiling, limits)
         or _speed(samples if evidence is None else evidence, limits, num_steps_seen)
     )
     return Verdict(decision=decision, reason=reason, message=message, step=step, config=dict(config))
@@ -161,6 +169,16 @@ def _recompile_limit(compiles: Compiles, limits: Limits) -> _Finding | None:
     where = f" in {hits[0].function}" if hits and hits[0].function else ""
     finding = f"The recompile limit was reached{where}, so that code is no longer compiled"
     return _against("recompile_limit", finding, limits)
+
+
+def _recompile_storm(compiles: Compiles, num_recent_compiling: int, limits: Limits) -> _Finding | None:
+    if num_recent_compiling <= STORM_STEPS:
+        return None
+    recompiles = [event for event in compiles.events if event.kind == "recompile" and event.stage == "train"]
+    worst = max(recompiles, key=lambda event: event.count, default=None)
+    where = f", most often in {worst.function}" if worst is not None and worst.function else ""
+    finding = f"Something was compiled in {num_recent_compiling} of the last {RECENT_STEPS} steps{where}"
+    return _against("recompile_storm", finding, limits)
 
 
 def _speed(samples: Sequence[Sample], limits: Limits, num_steps_seen: int) -> _Finding:
