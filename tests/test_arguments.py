@@ -1,9 +1,9 @@
 """A bad argument gets one clear error, at construction."""
 
 import pytest
-from runs import Regression, train
 
 from compile_profiler import CompileProfiler
+from runs import Regression, train
 
 BAD_VALUES = [
     ({"target": "net"}, "target=\\['net'\\]"),

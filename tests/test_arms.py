@@ -6,10 +6,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from zoo import LogsEverything, Metrics
 
 from compile_profiler import CompileProfiler
 from runs import Regression, differences, fit, left_behind, train
+from zoo import LogsEverything, Metrics
 
 OPTIONS = {"backend": "eager", "verbose": False, "max_pairs": 0}
 RUN = {"max_steps": 6, "limit_val_batches": 2}

@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
-from runs import Regression, differences, fit, left_behind, loaders, train
 
 from compile_profiler import CompileProfiler, Report
+from runs import Regression, differences, fit, left_behind, loaders, train
 
 
 def configs():

@@ -1,9 +1,9 @@
 """A run cannot tell that it was measured."""
 
 import pytest
-from runs import Regression, differences, left_behind, train
 
 from compile_profiler import CompileProfiler
+from runs import Regression, differences, left_behind, train
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

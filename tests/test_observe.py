@@ -9,14 +9,14 @@ import time
 import types
 from pathlib import Path
 
-import compile_cases as cases
 import pytest
 import torch
 import torch._dynamo
-from compile_cases import first_line, line_of
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
 
+import compile_cases as cases
+from compile_cases import first_line, line_of
 from compile_profiler import CompileProfiler
 from compile_profiler.causes import detail_of, explain_break, explain_recompile
 from compile_profiler.observe import Observer

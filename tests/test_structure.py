@@ -27,19 +27,21 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "drift": ({"records"}, {"torch"}),
     "advice": (set(), set()),
     "ledger": ({"records", "stats", "verdict"}, set()),
+    "checkpoint": ({"records"}, {"torch"}),
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
     "windows": ({"records", "clock"}, set()),
-    "cells": (set(), {"torch", "numpy"}),
-    "sandbox": ({"cells"}, {"torch", "numpy"}),
-    "arms": (set(), {"torch", "numpy", "torchmetrics"}),
+    "hooks": (set(), {"torch"}),
+    "cells": ({"hooks"}, {"torch", "numpy"}),
+    "sandbox": ({"cells", "hooks"}, {"torch", "numpy"}),
+    "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
     "guard": ({"sandbox", "arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
     "host": ({"records", "arms", "guard"}, {"torch", *LIGHTNING}),
     # one batch in, one sample out
-    "probe": ({"records", "drift", "clock", "sandbox", "arms"}, {"torch"}),
+    "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
     "export": ({"records", "scalars", "render", "host"}, set()),
@@ -51,19 +53,18 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "drift",
             "advice",
             "ledger",
+            "checkpoint",
             "clock",
             "windows",
             "sandbox",
             "arms",
             "guard",
-            "observe",
-            "host",
         }
-        | {"probe", "export"},
+        | {"observe", "host", "probe", "export"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
-    "callback": ({"records", "verdict", "arms", "host", "render", "export", "session"}, set()),
+    "callback": ({"records", "verdict", "checkpoint", "arms", "host", "render", "export", "session"}, set()),
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}

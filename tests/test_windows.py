@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_planted_truth import LONG_S, SHORT_S, SlowInEager
 
 from compile_profiler import CompileProfiler
 from compile_profiler.clock import Clock
 from compile_profiler.windows import Alternation, Window
 from runs import Regression, sleepy, train
+from test_planted_truth import LONG_S, SHORT_S, SlowInEager
 
 
 class Scripted:

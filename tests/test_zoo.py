@@ -3,10 +3,10 @@
 import warnings
 
 import pytest
-from zoo import COMPILED_DIFFERS, ZOO
 
 from compile_profiler import CompileProfiler
 from runs import differences, left_behind, train
+from zoo import COMPILED_DIFFERS, ZOO
 
 OPTIONS = {"backend": "eager", "fallback": False, "verbose": False, "warmup_steps": 1, "pair_every_n_steps": 2}
 RUN = {"max_steps": 24, "limit_val_batches": 2}

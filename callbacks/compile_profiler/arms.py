@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torchmetrics import Metric, MetricCollection
 
+from compile_profiler.hooks import HookWatch
+
 Call = Callable[..., Any]
 
 _MISSING = object()
@@ -202,15 +204,23 @@ class CompiledArm:
         self, module: nn.Module, *, target: str | Sequence[str], hooks: Sequence[str], options: Mapping[str, Any]
     ) -> None:
         self._module = module
+        self._target = target
+        self._hooks = tuple(hooks)
         self._options = {**options, **_ISOLATED}
+        self._watch = HookWatch(module)
         self.logs = DeferredLogs()
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile the target as the module is now."""
+        module = self._module
         self._steps: dict[str, Call] = {}
         self._in_place: list[tuple[nn.Module, Call]] = []
         self.compiled_names: list[str] = []
-        if target == "step":
-            self._steps = {hook: self._compiled_method(hook) for hook in hooks}
+        if self._target == "step":
+            self._steps = {hook: self._compiled_method(hook) for hook in self._hooks}
         else:
-            self._compile_in_place(submodules(module, target))
+            self._compile_in_place(submodules(module, self._target))
         in_place = dict(self._in_place)
         self._patches: list[tuple[Any, str, Any]] = []
         for submodule in module.modules():
@@ -255,6 +265,8 @@ class CompiledArm:
     def call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the hook compiled; what it logged is in ``logs``, to be replayed or dropped."""
         self.logs.entries.clear()
+        if self._watch.changed():  # somebody put a hook on the module or took one off: no guard of torch sees that
+            self._compile()
         with patched(self._patches):
             step = self._steps.get(hook) or getattr(self._module, hook)
             return step(*args, **kwargs)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from compile_profiler import arms, host
+from compile_profiler.checkpoint import KEY
 from compile_profiler.export import Export
 from compile_profiler.records import Report
 from compile_profiler.render import print_table
@@ -142,6 +143,7 @@ class CompileProfiler(host.Callback):
         self._session: Session | None = None
         self._report = Report()
         self._directory = Path()
+        self._earlier: dict[str, Any] | None = None  # of the fit before, for a checkpoint or from one
 
     @property
     def report(self) -> Report:
@@ -167,6 +169,7 @@ class CompileProfiler(host.Callback):
         # Here and not when writing: log_dir is a collective that all ranks must call.
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)
         self._report = Report()
+        self._earlier = None
 
     def on_sanity_check_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """Compile before the first validation step if validation is to be compiled."""
@@ -181,7 +184,7 @@ class CompileProfiler(host.Callback):
         if self._session is None:
             export = Export(trainer, self._directory, log=self._settings.log, verbose=self._settings.verbose)
             self._session = Session(self._settings, trainer, pl_module, export)
-            self._session.start()
+            self._session.start(self._earlier)
 
     def on_train_batch_start(
         self, trainer: host.Trainer, pl_module: host.LightningModule, batch: Any, batch_idx: int
@@ -217,8 +220,19 @@ class CompileProfiler(host.Callback):
     def on_save_checkpoint(
         self, trainer: host.Trainer, pl_module: host.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """So does writing a checkpoint."""
+        """So does writing a checkpoint, which carries what has been found out so far."""
+        if self._session is not None:
+            self._earlier = self._session.for_checkpoint()
+        if self._earlier is not None:
+            checkpoint[KEY] = self._earlier
         self._disturb()
+
+    def on_load_checkpoint(
+        self, trainer: host.Trainer, pl_module: host.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Take what a checkpoint knows; whether it applies here shows when the fit starts."""
+        if self._session is None:
+            self._earlier = checkpoint.get(KEY, self._earlier)
 
     def on_train_epoch_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """And so does a new epoch, with its loader's workers."""
@@ -244,6 +258,7 @@ class CompileProfiler(host.Callback):
 
     def _close(self) -> None:
         if self._session is not None:
+            self._earlier = self._session.for_checkpoint()
             self._report = self._session.finish()
             self._session = None
 

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compile_profiler.hooks import Globals, read_cell, write_cell
+
 ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size}
     | {types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType}
@@ -29,6 +31,7 @@ ATOMS = frozenset(
 _FOREIGN_PACKAGES = frozenset(
     {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "threading", "_thread", "logging", "io"}
     | {"_io", "queue", "multiprocessing", "concurrent", "asyncio", "tensorboard", "matplotlib", "functools", "weakref"}
+    | {"wandb", "mlflow", "comet_ml", "neptune", "aim", "clearml"}
 )
 # The user's own classes derived from these do so too: a Trainer, a data set, an optimizer of theirs.
 _FOREIGN_BASES = (torch.optim.Optimizer, torch.utils.data.Dataset, torch.utils.data.DataLoader, threading.Thread)
@@ -59,6 +62,15 @@ def is_foreign(kind: type, *, itself: bool = False) -> bool:
 
 def _manages_itself(base: type) -> bool:
     return base.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.", "logging"))
+
+
+@_by_class
+def is_callback(kind: type) -> bool:
+    """Whether this is a class of the user's, derived from Lightning's ``Callback``, which ``is_foreign``.
+
+    What its hooks on the module count must not count a pair.
+    """
+    return not is_foreign(kind, itself=True) and any(base.__name__ == "Callback" for base in kind.__mro__[1:])
 
 
 class _Kind(NamedTuple):
@@ -284,6 +296,8 @@ _KINDS: tuple[tuple[type | tuple[type, ...], _Kind], ...] = (
     (np.random.Generator, _Kind(lambda g: g.bit_generator.state, _same_generator, _write_generator)),
     (np.random.RandomState, _Kind(np.random.RandomState.get_state, _same_legacy, np.random.RandomState.set_state)),
     ((bytearray, array.array), _Kind(copy.copy, operator.eq, _write_buffer)),
+    (types.CellType, _Kind(read_cell, lambda cell, before: _identical(read_cell(cell), before), write_cell)),
+    (Globals, _Kind(Globals.read, lambda item, before: _identical_items(item.read(), before), Globals.write)),
 )
 
 

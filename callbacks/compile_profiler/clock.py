@@ -77,6 +77,15 @@ class Clock:
         return BlockTime(pass_s=(self.now() - begin_s) / num_passes, host_s=(launched_s - begin_s) / num_passes)
 
 
+def profiler_is_on() -> bool:
+    """Whether a profiler of torch is recording in this thread, so that every operation costs more.
+
+    >>> profiler_is_on()
+    False
+    """
+    return bool(_autograd._profiler_enabled())
+
+
 def passes_for(pass_s: float, *, min_block_s: float, max_block_s: float) -> int:
     """Passes that make a block long against clock and launch noise, at least one.
 
@@ -124,7 +133,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
 def _cpu_peak_bytes(run: Callable[[], object]) -> int | None:
     # The profiler below the one of torch.profiler sees the same allocations at a third of the cost. torch.profiler
     # takes a second to start for the first time, and writes two lines to stderr at each use (torch 2.13).
-    if _autograd._profiler_enabled() or not hasattr(_autograd, "_enable_profiler_legacy"):
+    if profiler_is_on() or not hasattr(_autograd, "_enable_profiler_legacy"):
         run()
         return None
     no, yes = False, True

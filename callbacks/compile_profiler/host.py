@@ -150,6 +150,7 @@ class StepDoor:
         self._undo = ExitStack()
         self._strategy_step: Call = trainer.strategy.training_step
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
+        self._callbacks = list(trainer.callbacks)
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def open(self, guards: Mapping[str, Guard]) -> None:
@@ -170,12 +171,18 @@ class StepDoor:
         run = functools.partial(guard.forward, hook)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
+            if self._tuner_is_at_work():
+                return step(*args, **kwargs)
             if hook == "training_step":
                 self.last_call = (_repacked(args), _repacked(kwargs))
             with called_once(self._module, hook, run):
                 return step(*args, **kwargs)
 
         return enter
+
+    def _tuner_is_at_work(self) -> bool:
+        """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
+        return not any(callback in self._callbacks for callback in self._trainer.callbacks)
 
     def _exit(self, guard: Guard) -> Call:
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:

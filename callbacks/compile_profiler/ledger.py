@@ -9,7 +9,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from compile_profiler.records import Compiles, Drift, EndToEnd, Environment, Memory, Report, Sample, Time, Verdict
+from compile_profiler.records import (
+    Compiles,
+    Drift,
+    EndToEnd,
+    Environment,
+    Evidence,
+    Memory,
+    Report,
+    Sample,
+    Time,
+    Verdict,
+)
 from compile_profiler.stats import Interval, break_even_step, end_to_end_bracket, median_interval, saved_s, speedup
 from compile_profiler.verdict import RECENT_STEPS
 
@@ -40,6 +51,7 @@ class Ledger:
         self._recent_steps_s: deque[float] = deque(maxlen=ORDINARY_STEPS)
         self._recent_compiling: deque[bool] = deque(maxlen=RECENT_STEPS)
         self._first_compiled_step = 0
+        self._earlier_compile_s = 0.0
         self.samples: list[Sample] = []
         self.window_samples: list[Sample] = []
         self.num_steps = 0
@@ -88,7 +100,27 @@ class Ledger:
     def compile_s(self) -> float:
         """Wall seconds of the steps in which something compiled, less an ordinary step each."""
         ordinary_s = statistics.median(self._recent_steps_s) if self._recent_steps_s else 0.0
-        return sum(max(0.0, seconds - ordinary_s) for seconds in self._compiling_steps_s)
+        return self._earlier_compile_s + sum(max(0.0, seconds - ordinary_s) for seconds in self._compiling_steps_s)
+
+    def evidence(self, since: int = 0) -> Evidence:
+        """What a later fit can go on from, without the first ``since`` pairs."""
+        return Evidence(
+            samples=tuple(self.samples[since:]),
+            window_samples=tuple(self.window_samples),
+            num_steps=self.num_steps,
+            num_compiled_steps=self.num_compiled_steps,
+            first_compiled_step=self._first_compiled_step,
+            compile_s=self.compile_s(),
+            probe_s=self.probe_s,
+        )
+
+    def go_on_from(self, earlier: Evidence) -> None:
+        """Begin where an earlier fit of the same training has stopped."""
+        self.samples[:] = earlier.samples
+        self.window_samples[:] = earlier.window_samples
+        self.num_steps, self.num_compiled_steps = earlier.num_steps, earlier.num_compiled_steps
+        self._first_compiled_step, self._earlier_compile_s = earlier.first_compiled_step, earlier.compile_s
+        self.probe_s = earlier.probe_s
 
     def report(self, verdict: Verdict, compiles: Compiles, environment: Environment) -> Report:
         """Everything known now; a figure that is not known is ``None``."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from compile_profiler.arms import Arm
 from compile_profiler.clock import BlockTime, Clock, passes_for, peak_bytes
 from compile_profiler.drift import Outcome, against_reference, compare, distance
+from compile_profiler.hooks import without_gradient_hooks
 from compile_profiler.records import Drift, Memory, Rng, Sample
 from compile_profiler.sandbox import RandomState, Snapshot
 
@@ -179,7 +180,7 @@ class Probe:
 
         self._numbers = numbers
         try:
-            with self._quiet():
+            with self._quiet(), without_gradient_hooks(self._parameters):
                 yield back, batch
         finally:
             back()

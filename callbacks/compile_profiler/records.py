@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 SCHEMA = 1
 
@@ -45,6 +46,9 @@ Stage = Literal["train", "sanity", "validate", "test", "predict", "probe"]
 Rng = Literal["none", "matched", "unmatched"]
 
 
+_AnyRecord = TypeVar("_AnyRecord", bound="_Record")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
     """Base of everything that travels: no NaN or infinity may enter, unknown is ``None``."""
@@ -58,6 +62,26 @@ class _Record:
                         f"{type(self).__name__}.{spec.name} must be a finite number or None, got {item}. "
                         "A figure that is not known is None."
                     )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as plain dicts and lists, ready for ``json.dump``.
+
+        >>> Report().to_dict()["verdict"]["reason"]
+        'pending'
+        """
+        return typing.cast("dict[str, Any]", _plain(self))
+
+    @classmethod
+    def from_dict(cls: type[_AnyRecord], data: Mapping[str, Any]) -> _AnyRecord:
+        """The record that ``to_dict`` was called on.
+
+        Raises:
+            ValueError: ``data`` is no such record, or has a field of the wrong type.
+
+        >>> Speedup.from_dict(Speedup(num_pairs=3).to_dict()).num_pairs
+        3
+        """
+        return typing.cast("_AnyRecord", _build(cls, data, cls.__name__.lower()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +155,44 @@ class Sample(_Record):
     def log_ratio(self) -> float:
         """``log(t_eager / t_compiled)``: positive where compiling is faster."""
         return math.log(self.eager_s / self.compiled_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence(_Record):
+    """What a fit has seen so far, as a later one goes on from it.
+
+    Attributes:
+        samples: the pairs since the question was opened, in order.
+        window_samples: windows of real steps, in order.
+        num_steps: training steps of either arm.
+        num_compiled_steps: those of the compiled arm.
+        first_compiled_step: x-axis number of the first of them.
+        compile_s: seconds spent on compiling.
+        probe_s: seconds spent on pairs.
+    """
+
+    samples: tuple[Sample, ...] = ()
+    window_samples: tuple[Sample, ...] = ()
+    num_steps: int = 0
+    num_compiled_steps: int = 0
+    first_compiled_step: int = 0
+    compile_s: float = 0.0
+    probe_s: float = 0.0
+
+    def shortened(self, *, num_first: int, num_last: int) -> Evidence:
+        """Without the middle of long lists: the first samples have decided, the last ones keep watch.
+
+        >>> pairs = tuple(Sample(step=n, eager_s=1.0, compiled_s=1.0) for n in range(9))
+        >>> [sample.step for sample in Evidence(samples=pairs).shortened(num_first=2, num_last=3).samples]
+        [0, 1, 6, 7, 8]
+        """
+
+        def ends(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+            used = (n for n, sample in enumerate(samples, start=1) if sample.void is None)
+            decided_at = next(itertools.islice(used, max(num_first - 1, 0), None), len(samples))
+            return (*samples[:decided_at], *samples[max(decided_at, len(samples) - num_last) :])
+
+        return dataclasses.replace(self, samples=ends(self.samples), window_samples=ends(self.window_samples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,16 +326,8 @@ class Report(_Record):
     memory: Memory = field(default_factory=Memory)
     environment: Environment = field(default_factory=Environment)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain dicts and lists, ready for ``json.dump``.
-
-        >>> Report().to_dict()["verdict"]["reason"]
-        'pending'
-        """
-        return typing.cast("dict[str, Any]", _plain(self))
-
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+    def from_dict(cls: type[_AnyRecord], data: Mapping[str, Any]) -> _AnyRecord:
         """The report that ``to_dict`` was called on.
 
         Raises:
@@ -285,7 +339,7 @@ class Report(_Record):
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"expected a report with schema {SCHEMA}, got {found!r}.")
-        return typing.cast("Report", _build(cls, data, "report"))
+        return typing.cast("_AnyRecord", _build(cls, data, "report"))
 
 
 def _plain(value: Any) -> Any:

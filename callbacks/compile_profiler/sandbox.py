@@ -25,6 +25,7 @@ from compile_profiler.cells import (
     VALUES,
     Cell,
     TensorState,
+    is_callback,
     is_foreign,
     kind_of,
     read_class,
@@ -32,6 +33,7 @@ from compile_profiler.cells import (
     same_random_state,
     slots_of,
 )
+from compile_profiler.hooks import Globals, behind_hooks
 
 MAX_CELLS = 200_000
 """A state with more mutable objects than this is not copied: a pair would take longer than it is worth."""
@@ -77,6 +79,8 @@ class Snapshot:
                     continue
                 owner = item
             children = self._visit(item, owner, is_root, seen)
+            if isinstance(item, nn.Module):
+                stack.extend([(behind, owner, is_callback(type(behind))) for behind in behind_hooks(item)])
             # By exact type first: a history of a hundred thousand numbers must not cost a step 30 ms.
             stack.extend([(child, owner, False) for child in children if type(child) not in plain])
             if len(self._cells) > MAX_CELLS:
@@ -97,7 +101,9 @@ class Snapshot:
                 return () if value.grad is None else (value.grad,)
             if isinstance(value, (dict, list, set)):
                 items = value.values() if isinstance(value, dict) else value
-                return items if type(item) in BUILTIN else [*items, *self._own(item, owner)]
+                return (
+                    items if type(item) in BUILTIN or isinstance(item, Globals) else [*items, *self._own(item, owner)]
+                )
             return ()
         if isinstance(item, (tuple, frozenset)):
             return [*item, *self._own(item, owner)]

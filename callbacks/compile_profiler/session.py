@@ -6,15 +6,15 @@ import contextlib
 import textwrap
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from compile_profiler import host, observe
+from compile_profiler import checkpoint, host, observe
 from compile_profiler.advice import advice
 from compile_profiler.arms import CompiledArm, EagerArm
-from compile_profiler.clock import Clock
+from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.drift import tolerance_for, unit_roundoff_for
 from compile_profiler.export import Export
 from compile_profiler.guard import Guard
@@ -54,6 +54,18 @@ class Settings:
     log: bool
     verbose: bool
 
+    def decisive(self) -> dict[str, Any]:
+        """The arguments that a verdict depends on, in plain values."""
+        options = {**self.options, "backend": _name_of(self.options["backend"])}
+        return {
+            "target": self.target,
+            **options,
+            "stages": self.stages,
+            "end_to_end": self.end_to_end,
+            "drift_tolerance": self.drift_tolerance,
+            **asdict(self.limits),
+        }
+
 
 class Session:
     """The compiled part of one fit, from start to finish.
@@ -75,6 +87,7 @@ class Session:
         self._config["backend"] = _name_of(settings.options["backend"])
         self._verdict = Verdict(config=self._config)
         self._environment = host.environment(trainer)
+        self._identity = checkpoint.identity(module, settings.decisive(), self._environment)
         self._ledger = Ledger(confidence=settings.limits.confidence, whole_step=settings.end_to_end != "off")
         self._observer = observe.Observer()
         self._clock = Clock(trainer.strategy.root_device)
@@ -89,6 +102,7 @@ class Session:
         self._step = 0
         self._step_began_s = 0.0
         self._num_clean = 0
+        self._warm = False  # the first compiles of this fit are over
         self._num_since_pair = 0
         self._num_probe_errors = 0
         self._asked_at = 0  # number of pairs when the question was opened
@@ -97,14 +111,20 @@ class Session:
 
     # -- beginning and end -------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Compile the module, unless this run cannot be compiled or measured fairly."""
+    def start(self, earlier: Any = None) -> None:
+        """Compile the module, unless this run cannot be compiled or measured fairly, or was found not worth it before.
+
+        Args:
+            earlier: what ``for_checkpoint`` of the fit that is resumed gave.
+        """
         obstacle = host.unsupported(self._trainer, self._module)
         if obstacle is not None:
             return self._refuse("unsupported", f"This version does not measure {obstacle}")
         obstacle = observe.disabled()
         if obstacle is not None:
             return self._refuse("disabled", f"Nothing is compiled: {obstacle}")
+        if earlier is not None and self._go_on_from(earlier):
+            return None
         hooks = [_HOOKS[stage] for stage in self._settings.stages]
         try:
             arm = CompiledArm(self._module, target=self._settings.target, hooks=hooks, options=self._settings.options)
@@ -122,6 +142,24 @@ class Session:
         self._observer.start()
         self._observer.skip()
         return None
+
+    def _go_on_from(self, data: Any) -> bool:
+        """Take over what an earlier fit has found out; whether that settles it: no compiling."""
+        earlier = checkpoint.unpacked(data, self._identity)
+        if isinstance(earlier, str):
+            self._export.tell(f"The checkpoint's measurements are of another {earlier}; measuring starts afresh.")
+            return False
+        self._ledger.go_on_from(earlier.evidence)
+        if earlier.verdict is None:
+            return False
+        self._conclude(replace(earlier.verdict, config=self._config))
+        self._export.tell(f"{earlier.verdict.message} Known from the checkpoint.")
+        return earlier.verdict.decision == "eager"
+
+    def for_checkpoint(self) -> dict[str, Any]:
+        """What the next fit of this training can go on from, in plain values."""
+        evidence = self._ledger.evidence(since=self._asked_at)
+        return checkpoint.packed(self._identity, self._verdict, evidence, max_pairs=self._settings.limits.max_pairs)
 
     def _refuse(self, reason: Reason, message: str) -> None:
         host.warn(f"{message}; training goes on as without the callback.")
@@ -204,9 +242,11 @@ class Session:
             self._num_clean = 0
             self._news = True
             self._drop_windows()
-            self._reopen("something was compiled again")
+            if self._warm:
+                self._reopen("something was compiled again")
             return
         self._num_clean += 1
+        self._warm |= self._num_clean >= self._settings.warmup_steps
         if self._alternation is None:
             self._window.step()
         elif self._num_clean >= self._settings.warmup_steps:
@@ -248,6 +288,7 @@ class Session:
             and self._num_clean >= self._settings.warmup_steps
             and self._num_since_pair >= self._pair_interval()
             and host.at_boundary(self._trainer)
+            and not profiler_is_on()  # it slows eager down more than compiled, and the pair would be in its record
             and (self._alternation is None or self._alternation.between)
         )
 
