@@ -359,7 +359,7 @@ def test_lightning_cli_makes_the_callback_from_yaml(monkeypatch):
     cli = LightningCLI(Regression, Data, args=["fit", "--config", "config.yaml"], save_config_callback=None)
     (profiler,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, CompileProfiler))
 
-    assert profiler.report.verdict.config["target"] == ("net",)
+    assert profiler.report.verdict.config["target"] == ["net"]
     assert profiler.report.speedup.num_pairs > 0
 
 
