@@ -32,11 +32,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cells": (set(), {"torch", "numpy"}),
     "sandbox": ({"cells"}, {"torch", "numpy"}),
     "arms": (set(), {"torch", "numpy", "torchmetrics"}),
-    "guard": ({"sandbox", "arms"}, {"torch"}),
+    "manual": ({"sandbox", "arms"}, {"torch"}),
+    "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
-    "host": ({"records", "arms", "guard"}, {"torch", *LIGHTNING}),
+    "host": ({"records", "arms", "manual", "guard"}, {"torch", *LIGHTNING}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "sandbox", "arms"}, {"torch"}),
     # faces
