@@ -281,6 +281,7 @@ def run_all(args: argparse.Namespace, measure: Callable[[Job], dict[str, Any]], 
     for name in args.jobs:
         job = JOBS[name](on_gpu() and not args.quick)
         began_s = time.perf_counter()
+        torch._dynamo.reset()  # all jobs share one step's code: torch would take their shapes for one that varies
         try:
             with quiet():
                 results[name] = measure(job)

@@ -60,6 +60,7 @@ def digits(batch_size=64):
 def main(max_steps=400, callbacks=None, root_dir="runs"):
     """Train, and return the trainer. Without `callbacks` the job is profiled; `[]` trains it plainly."""
     L.seed_everything(0, verbose=False)
+    torch.set_num_threads(1)  # operations this small only wait for a second thread, for long on a busy machine
     trainer = L.Trainer(
         max_steps=max_steps,
         accelerator="cpu",

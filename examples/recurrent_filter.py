@@ -64,6 +64,7 @@ def source_code(batch_size=64, num_steps=24, num_bytes=1_000_000):
 def main(max_steps=600, callbacks=None, root_dir="runs"):
     """Train, and return the trainer. Without `callbacks` the job is profiled; `[]` trains it plainly."""
     L.seed_everything(0, verbose=False)
+    torch.set_num_threads(1)  # operations this small only wait for a second thread, for long on a busy machine
     trainer = L.Trainer(
         max_steps=max_steps,
         accelerator="cpu",

@@ -47,7 +47,7 @@ class Adversarial(Regression):
     def training_step(self, batch, batch_idx):
         for_generator, for_critic = self.optimizers()
         critic = self.critics["one"]
-        made = self.generator(torch.randn(len(batch[0]), 4))
+        made = self.generator(torch.randn(len(batch[0]), 4, device=self.device))
 
         self.toggle_optimizer(for_generator)
         loss = -critic(made).mean()

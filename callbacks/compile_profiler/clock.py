@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ _MIN_PASS_S = 1e-6
 
 
 class BlockTime(NamedTuple):
-    """Seconds of one pass, the mean over a block: until its work was done, and until Python had launched it."""
+    """Seconds of one pass of a block: until its work was done, and until Python had launched it."""
 
     pass_s: float
     host_s: float
@@ -32,9 +34,9 @@ class Clock:
         device: the device whose work is waited for.
         read_s: the clock itself, in seconds; tests hand in scripted values.
 
-    >>> times_s = iter([1.0, 3.0, 4.0])
-    >>> Clock(torch.device("cpu"), read_s=times_s.__next__).timed(lambda: None, num_passes=2)
-    BlockTime(pass_s=1.5, host_s=1.0)
+    >>> times_s = iter([1.0, 2.0, 3.0, 99.0])
+    >>> Clock(torch.device("cpu"), read_s=times_s.__next__).timed(lambda: None, num_passes=3)
+    BlockTime(pass_s=1.0, host_s=1.0)
     """
 
     device: torch.device
@@ -58,16 +60,21 @@ class Clock:
     def timed(self, run: Callable[[], object], num_passes: int) -> BlockTime:
         """Time a block of ``num_passes`` calls in a row, up to the end of their work on the device.
 
-        The device is waited for twice, before and after the block, not between passes: launching runs ahead, as it
-        does in training. What ``run`` raises is raised.
+        A device that lags is waited for twice, before and after the block, not between passes: launching runs ahead,
+        as it does in training, and a pass takes the mean. One that keeps step with Python shows each pass, and a pass
+        takes their median, which a stall in one of them does not move. What ``run`` raises is raised.
         """
         self.synchronize()
-        start_s = self.now()
+        readings_s = [self.now()]
         for _ in range(num_passes):
             run()
-        launched_s = self.now()
+            readings_s.append(self.now())
+        if not self.lags:
+            pass_s = statistics.median(end - start for start, end in itertools.pairwise(readings_s))
+            return BlockTime(pass_s=pass_s, host_s=pass_s)
         self.synchronize()
-        return BlockTime(pass_s=(self.now() - start_s) / num_passes, host_s=(launched_s - start_s) / num_passes)
+        begin_s, launched_s = readings_s[0], readings_s[-1]
+        return BlockTime(pass_s=(self.now() - begin_s) / num_passes, host_s=(launched_s - begin_s) / num_passes)
 
 
 def passes_for(pass_s: float, *, min_block_s: float, max_block_s: float) -> int:

@@ -134,11 +134,18 @@ class StepDoor:
     Between ``open`` and ``close`` the strategy's step methods and the precision plugin's ``backward`` pass through
     here. What the Trainer and other callbacks see of the module stays as its author wrote it: a stand-in for the step
     is on it only from the strategy to the call.
+
+    Args:
+        trainer: the Trainer.
+        module: its LightningModule.
+        overwrites_gradients: whether the compiled arm replays CUDA graphs, whose next run writes into the memory that
+            the gradients of the last one live in.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, *, overwrites_gradients: bool = False) -> None:
         self._trainer = trainer
         self._module = module
+        self._overwrites_gradients = overwrites_gradients
         self._undo = ExitStack()
         self._strategy_step: Call = trainer.strategy.training_step
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
@@ -162,6 +169,7 @@ class StepDoor:
             patches.append((precision, "backward", self._exit(guards["training_step"])))
         else:
             patches += [(precision, name, hook) for name, hook in self._backward_hooks.items()]
+            patches.append((precision, "backward", self._own_backward))
             self.own_steps.open()
             self._undo.callback(self.own_steps.close)
         self._undo.enter_context(patched(patches))
@@ -204,6 +212,10 @@ class StepDoor:
             hooks=list(self._backward_hooks.values()),
         )
 
+    def _own_backward(self, *args: Any, **kwargs: Any) -> None:
+        with self._gradients_kept():
+            self._precision_backward(*args, **kwargs)
+
     def _own_loss(self, tensor: Tensor, _module: Any) -> Tensor:
         self._own_losses.append(tensor.detach())
         return self._by_scaler(tensor)
@@ -213,9 +225,26 @@ class StepDoor:
             def run(loss: Tensor) -> None:
                 self._precision_backward(loss, *args, **kwargs)
 
-            guard.backward(run, tensor, self._eager_loss)
+            with self._gradients_kept():
+                guard.backward(run, tensor, self._eager_loss)
 
         return backward
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """Move new gradients out of a CUDA graph's memory where an accumulation window goes on to the next replay.
+
+        Left there they are gone by the next step (PyTorch issue 169545), and eager cannot add to them either.
+        """
+        # A step that runs backward itself may do so again before it uses what it has got.
+        if not self._overwrites_gradients or (self.own_steps is None and self.at_boundary()):
+            yield
+            return
+        fresh = [parameter for parameter in self._module.parameters() if parameter.grad is None]
+        yield
+        for parameter in fresh:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def _eager_loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of the user's own step, without a second round of hooks and logs."""

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -46,14 +46,6 @@ class Counted:
         return self._call(*args, **kwargs)
 
 
-class _Kept(NamedTuple):
-    """The gradient of a parameter before the step; ``value`` is a copy, for a step that adds to it."""
-
-    parameter: nn.Parameter
-    gradient: Tensor | None
-    value: Tensor | None
-
-
 class OwnSteps:
     """The optimizers and schedulers that a training step moves itself.
 
@@ -89,8 +81,9 @@ class OwnSteps:
         # By parameter, the gradient that an optimizer has used last, as identity and version.
         self._used: dict[int, tuple[int, int]] = {}
         self._visitors: dict[int, Snapshot] | None = None  # optimizers that are not known, in a run that moves nothing
-        self._flags: list[tuple[nn.Parameter, bool]] = []
-        self._gradients: list[_Kept] = []
+        self._flags: list[bool] = []
+        # By parameter, its gradient before the step and a copy, for a step that adds to it.
+        self._gradients: list[tuple[nn.Parameter, Tensor | None, Tensor | None]] = []
         self._epochs: list[tuple[Any, int]] = []
 
     def open(self) -> None:
@@ -133,14 +126,15 @@ class OwnSteps:
         Gradients that have been written since an optimizer used them are copied: the step will add to them. The others
         are left to the step, which zeroes them first; to hold them would cost the memory that it frees by that.
         """
-        self._flags = [(parameter, parameter.requires_grad) for parameter in self._parameters]
+        self._flags = [parameter.requires_grad for parameter in self._parameters]
         self._gradients = []
+        used = self._used
         for parameter in self._parameters:
             gradient = parameter.grad
             if gradient is None:
-                self._gradients.append(_Kept(parameter, None, None))
-            elif self._used.get(id(parameter)) != (id(gradient), gradient._version):
-                self._gradients.append(_Kept(parameter, gradient, gradient.detach().clone()))
+                self._gradients.append((parameter, None, None))
+            elif used.get(id(parameter)) != (id(gradient), gradient._version):
+                self._gradients.append((parameter, gradient, gradient.detach().clone()))
         self._epochs = [(scheduler, _epoch(scheduler)) for scheduler in self._schedulers]
 
     @contextmanager
@@ -150,7 +144,7 @@ class OwnSteps:
         Gradients and ``requires_grad`` are those before the step. An optimizer or scheduler that moved in the first
         run does so as many times less in the second, and no hook that has been called is called again.
         """
-        for parameter, flag in self._flags:
+        for parameter, flag in zip(self._parameters, self._flags, strict=False):
             parameter.requires_grad_(flag)
         for parameter, gradient, value in self._gradients:
             if gradient is not None and value is not None:
@@ -206,8 +200,8 @@ class OwnSteps:
             self._seen.add(optimizer)
             self._num_made[id(optimizer)] += 1
             for parameter in _parameters_of(optimizer):
-                if parameter.grad is not None:
-                    self._used[id(parameter)] = id(parameter.grad), parameter.grad._version
+                if (gradient := parameter.grad) is not None:
+                    self._used[id(parameter)] = id(gradient), gradient._version
 
     @contextmanager
     def _replaced(self, is_left_out: Callable[[Any], bool], take: Take) -> Iterator[None]:

@@ -89,6 +89,7 @@ class Probe:
         self._coin = random.Random(seed)
         self._num_passes: dict[str, int] = {}
         self._noise_floor: float | None = None
+        self._conditioned: float | None = None
         self._num_pairs = 0
         self.memory: Memory | None = None
 
@@ -207,9 +208,10 @@ class Probe:
         found, compiled_s = self._outcome(compiled, args, kwargs)
         drift = compare(expected, found, noise_floor=self._noise_floor, rng=rng, tolerance=self._tolerance)
         if drift.within_tolerance is False and self._roundoff is not None:
-            back()
-            floor = self._conditioning(eager, expected, args, kwargs)
-            tolerance = max(self._tolerance or 0.0, CONDITIONING_FACTOR * floor)
+            if self._conditioned is None or self._num_pairs % NOISE_EVERY == 0:
+                back()
+                self._conditioned = self._conditioning(eager, expected, args, kwargs)
+            tolerance = max(self._tolerance or 0.0, CONDITIONING_FACTOR * self._conditioned)
             drift = compare(expected, found, noise_floor=self._noise_floor, rng=rng, tolerance=tolerance)
         if self._plain_pass is not None and rng == "none":
             back()

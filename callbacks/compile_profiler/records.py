@@ -98,7 +98,7 @@ class Sample(_Record):
 
     Attributes:
         step: x-axis number of the batch.
-        eager_s: seconds of one eager pass, the mean over one block of passes.
+        eager_s: seconds of one eager pass, the mean over a block of passes on a device that lags, else the median.
         compiled_s: seconds of one compiled pass, likewise.
         eager_host_s: of ``eager_s``, the seconds until Python had launched the pass; less where the device lags behind.
         compiled_host_s: likewise of ``compiled_s``.

@@ -114,7 +114,8 @@ class Session:
         if arm.compiled_names:
             self._config["modules"] = list(arm.compiled_names)
         self._arm = arm
-        self._door = host.StepDoor(self._trainer, self._module)
+        overwrites = _replays_cuda_graphs(self._settings.options)
+        self._door = host.StepDoor(self._trainer, self._module, overwrites_gradients=overwrites)
         self._guards = {hook: Guard(self._module, arm, self._on_failure, self._door.own_steps) for hook in hooks}
         self._door.open(self._guards)
         self._probe = self._new_probe(self._door) if self._settings.limits.max_pairs else None
