@@ -235,3 +235,18 @@ def test_the_table_is_printed_at_the_end_and_only_when_wanted(capsys):
     assert "CompileProfiler" not in capsys.readouterr().out
     train(Regression, [CompileProfiler(backend="eager")], max_steps=5)
     assert "speedup of a pass" in capsys.readouterr().out
+
+
+def test_whatever_the_options_hold_the_report_is_written_and_read_back():
+    def backend(graph, example_inputs, **options):
+        return graph.forward
+
+    options = {"a_pass": backend, "level": 3}
+    profiler = CompileProfiler(target=["net"], backend=backend, options=options, verbose=False, fallback=False)
+    train(Regression, [profiler], max_steps=5)
+    written = json.loads(Path("compile_profile.json").read_text())
+
+    assert profiler.report.compiles.graphs == 1
+    assert written["verdict"]["config"]["target"] == ["net"]
+    assert "backend" in written["verdict"]["config"]["options"]["a_pass"]
+    assert Report.from_dict(written).compiles == profiler.report.compiles

@@ -25,6 +25,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "verdict": ({"records", "stats"}, set()),
     "scalars": ({"records"}, set()),
     "drift": ({"records"}, {"torch"}),
+    "advice": (set(), set()),
     "ledger": ({"records", "stats", "verdict"}, set()),
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
@@ -45,7 +46,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "export": ({"records", "scalars", "render", "host"}, set()),
     # one fit: what is due, what follows
     "session": (
-        {"records", "verdict", "drift", "ledger", "clock", "windows", "sandbox", "arms", "guard", "observe", "host"}
+        {
+            "records",
+            "verdict",
+            "drift",
+            "advice",
+            "ledger",
+            "clock",
+            "windows",
+            "sandbox",
+            "arms",
+            "guard",
+            "observe",
+            "host",
+        }
         | {"probe", "export"},
         {"torch"},
     ),

@@ -49,7 +49,9 @@ class Export:
         draft = self._file.with_suffix(".tmp")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False), encoding="utf-8")
+            # default=str: the user's compile options may hold functions.
+            text = json.dumps(report.to_dict(), indent=2, allow_nan=False, default=str)
+            draft.write_text(text, encoding="utf-8")
             draft.replace(self._file)
         except OSError as error:
             self._writes = False

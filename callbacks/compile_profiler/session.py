@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from compile_profiler import host, observe
+from compile_profiler.advice import advice
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock
 from compile_profiler.drift import tolerance_for, unit_roundoff_for
@@ -69,7 +70,8 @@ class Session:
         self._trainer = trainer
         self._module = module
         self._export = export
-        self._config: dict[str, Any] = {"target": settings.target, **settings.options}
+        target = settings.target if isinstance(settings.target, str) else list(settings.target)
+        self._config: dict[str, Any] = {"target": target, **settings.options}
         self._config["backend"] = _name_of(settings.options["backend"])
         self._verdict = Verdict(config=self._config)
         self._environment = host.environment(trainer)
@@ -108,7 +110,8 @@ class Session:
             target = host.target_for(self._module, self._settings.target)
             arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
         except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-            return self._refuse("compile_error", f"Compiling failed: {_first_line(error)}")
+            what_to_do = advice(error) or ""
+            return self._refuse("compile_error", f"Compiling failed: {_first_line(error)} {what_to_do}".strip())
         if target == "networks" and not arm.compiled_names:
             return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
         if arm.compiled_names:
@@ -368,7 +371,8 @@ class Session:
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         self._observer.poll(host.stage_of(self._trainer), step=step, epoch=self._trainer.current_epoch)
-        message = f"{_FAILURES[reason]}: {_first_line(error)}"
+        what_to_do = advice(error)
+        message = f"{_FAILURES[reason]}: {_first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
         host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
         self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
 

@@ -1,0 +1,71 @@
+"""Real messages of torch, triton, compilers and linkers lead to one sentence that says what to do."""
+
+import re
+
+import pytest
+import torch
+
+from compile_profiler import CompileProfiler
+from compile_profiler.advice import advice
+from runs import Regression, differences, left_behind, train
+
+MESSAGES = {
+    "compiler": (
+        "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')",
+        r"install g\+\+",
+    ),
+    "header": ("main.cpp:1:10: fatal error: Python.h: No such file or directory", "python3-dev"),
+    "openmp": ("fatal error: 'omp.h' file not found", "libomp"),
+    "linker": ("ld: library not found for -lomp", "libomp"),
+    "windows": ("RuntimeError: Compiler: cl is not found.", "Visual Studio"),
+    "old gpu": (
+        "Found Tesla P100-PCIE-16GB which is too old to be supported by the triton GPU compiler, which is used as the "
+        "backend. Triton only supports devices of CUDA Capability >= 7.0, but your device is of CUDA capability 6.0",
+        "too old for triton",
+    ),
+    "triton": (
+        "Cannot find a working triton installation. Either the package is not installed or it is too old.",
+        "Triton is missing",
+    ),
+    "driver": ("AssertionError: libcuda.so cannot found!", "ldconfig"),
+    "overwritten": (
+        "Error: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run.",
+        "clone it",
+    ),
+    "memory": ("CUDA out of memory. Tried to allocate 2.00 GiB.", "smaller batches"),
+    "disk": ("OSError: [Errno 28] No space left on device", "TORCHINDUCTOR_CACHE_DIR"),
+    "layout": ("AssertionError: expected size 4==4, stride 16==1 at dim=0", "dynamic=True"),
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_a_known_message_is_answered(case):
+    message, answer = MESSAGES[case]
+
+    assert re.search(answer, advice(RuntimeError(message)))
+
+
+def test_the_cause_behind_an_error_is_looked_at_and_the_unknown_is_not_guessed():
+    error = RuntimeError("backend='inductor' raised:")
+    error.__cause__ = OSError("fatal error: Python.h: No such file or directory")
+
+    assert "python3-dev" in advice(error)
+    assert advice(KeyError("x")) is None
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_a_run_that_meets_the_message_trains_on_in_eager_bit_for_bit(case):
+    message, answer = MESSAGES[case]
+
+    def backend(graph, example_inputs):
+        raise RuntimeError(message)
+
+    profiler = CompileProfiler(backend=backend, verbose=False)
+    plain = left_behind(*train(Regression, max_steps=8, validate=False))
+    with pytest.warns(UserWarning, match=answer) as warned:
+        failed = left_behind(*train(Regression, [profiler], max_steps=8, validate=False))
+
+    assert differences(plain, failed) == []
+    assert len([w for w in warned if "CompileProfiler" in str(w.message)]) == 1
+    assert profiler.report.verdict.reason == "compile_error"
+    assert torch._dynamo.callback.callback_handler.start_callbacks == []
