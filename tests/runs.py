@@ -134,6 +134,8 @@ def differences(a, b):
 def _same(a, b):
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and _same(list(a.items()), list(b.items()))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
     return a == b

@@ -237,28 +237,6 @@ def test_the_table_is_printed_at_the_end_and_only_when_wanted(capsys):
     assert "speedup of a pass" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:CompileProfiler. This version does not measure manual optimization.*")
-def test_manual_optimization_trains_on_plainly_with_the_reason_unsupported():
-    class Manual(Regression):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-
-    profiler = CompileProfiler(backend="eager", verbose=False)
-    plain = left_behind(*train(Manual))
-    measured = left_behind(*train(Manual, [profiler]))
-
-    assert (profiler.report.verdict.decision, profiler.report.verdict.reason) == ("eager", "unsupported")
-    assert differences(plain, measured) == []
-
-
 def test_whatever_the_options_hold_the_report_is_written_and_read_back():
     def backend(graph, example_inputs, **options):
         return graph.forward

@@ -6,6 +6,7 @@ from torch import nn
 
 from compile_profiler import CompileProfiler
 from runs import Regression, differences, left_behind, train
+from test_manual import Accumulates, AccumulatesAndDrops, Adversarial
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,6 +61,20 @@ def test_inductor_leaves_the_run_bit_identical_to_the_same_run_without_probes(mo
 
     assert profiler.report.speedup.num_pairs > 3
     assert profiler.report.speedup.void.get("error", 0) == 0
+    assert differences(observed, measured) == []
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("module_class", [Adversarial, Accumulates, AccumulatesAndDrops])
+def test_manual_optimization_leaves_the_run_bit_identical_to_the_same_run_without_probes(module_class, mode):
+    """Also where gradients stay in the memory of a CUDA graph from one batch to the next."""
+    kept = {"mode": mode, "fallback": False, "verbose": False, "pair_every_n_steps": 2}
+    options = {**ON_GPU, "validate": False}
+    profiler = CompileProfiler(**kept)
+    observed = left_behind(*train(module_class, [CompileProfiler(**kept, max_pairs=0)], **options))
+    measured = left_behind(*train(module_class, [profiler], **options))
+
+    assert profiler.report.speedup.num_pairs > 0
     assert differences(observed, measured) == []
 
 

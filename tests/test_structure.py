@@ -35,11 +35,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cells": ({"hooks"}, {"torch", "numpy"}),
     "sandbox": ({"cells", "hooks"}, {"torch", "numpy"}),
     "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
-    "guard": ({"sandbox", "arms"}, {"torch"}),
+    "manual": ({"sandbox", "arms"}, {"torch"}),
+    "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
-    "host": ({"records", "arms", "guard"}, {"torch", *LIGHTNING}),
+    "host": ({"records", "arms", "manual", "guard"}, {"torch", *LIGHTNING}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces

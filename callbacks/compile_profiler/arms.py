@@ -190,7 +190,7 @@ class CompiledArm:
 
     Args:
         module: the LightningModule.
-        target: ``"step"``, ``"forward"``, ``"blocks"``, or names of submodules.
+        target: ``"step"``, ``"forward"``, ``"blocks"``, ``"networks"``, or names of submodules.
         hooks: step methods that run compiled, of ``training_step`` and ``validation_step``.
         options: keyword arguments of ``torch.compile``.
 
@@ -220,7 +220,7 @@ class CompiledArm:
         if self._target == "step":
             self._steps = {hook: self._compiled_method(hook) for hook in self._hooks}
         else:
-            self._compile_in_place(submodules(module, self._target))
+            self._compile_in_place(submodules(module, self._target), shared=self._target != "networks")
         in_place = dict(self._in_place)
         self._patches: list[tuple[Any, str, Any]] = []
         for submodule in module.modules():
@@ -244,13 +244,13 @@ class CompiledArm:
             return functools.partial(torch.compile(_own_code(function), **self._options), self._module)
         return torch.compile(method, **self._options)
 
-    def _compile_in_place(self, found: Mapping[str, nn.Module]) -> None:
-        """One compiled function for each class: equal blocks then share one graph."""
-        by_class: dict[type, Call] = {}
+    def _compile_in_place(self, found: Mapping[str, nn.Module], *, shared: bool) -> None:
+        """One compiled function for each class, so that equal blocks share one graph; else one for each module."""
+        by_class: dict[type | str, Call] = {}
         for name, submodule in found.items():
             if vars(submodule).get("_compiled_call_impl") is not None:
                 continue  # the user compiled it already
-            kind = type(submodule)
+            kind = type(submodule) if shared else name
             if kind not in by_class:
                 by_class[kind] = torch.compile(_own_code(_call_module), **self._options)
             self._in_place.append((submodule, functools.partial(by_class[kind], submodule)))
@@ -324,6 +324,8 @@ def submodules(module: nn.Module, target: str | Sequence[str]) -> dict[str, nn.M
     """
     if target == "forward":
         return {"": module}
+    if target == "networks":
+        return dict(_networks(module, ""))
     if target == "blocks":
         found = dict(_blocks(module, ""))
         if not found:
@@ -357,6 +359,15 @@ def _blocks(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
                 yield from _blocks(sibling, f"{path}.{sibling_name}.")
         if not siblings:
             yield from _blocks(child, f"{path}.")
+
+
+def _networks(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    """Children that own parameters; of a list or a dict, which nobody calls, what is in it."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _networks(child, f"{prefix}{name}.")
+        elif any(True for _ in child.parameters()):
+            yield f"{prefix}{name}", child
 
 
 def _is_plain_layer(kind: type) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_profiler.arms import CompiledArm
+from compile_profiler.manual import OwnSteps
 from compile_profiler.sandbox import GENERATORS, RandomState, Snapshot
 
 LEARNING_STEPS = 3
@@ -31,14 +33,22 @@ class Guard:
         module: the LightningModule.
         arm: the compiled arm.
         on_failure: called with the error after the batch has been trained in eager.
+        own_steps: the optimizers that the step moves itself; such a step is retried as a whole, backward included.
     """
 
     name = "compiled"
 
-    def __init__(self, module: nn.Module, arm: CompiledArm, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        arm: CompiledArm,
+        on_failure: Callable[[Exception], None],
+        own_steps: OwnSteps | None = None,
+    ) -> None:
         self._module = module
         self._arm = arm
         self._on_failure = on_failure
+        self._own_steps = own_steps
         self.enabled = True  # False: steps run in eager, as in an eager window
         self._seconds = 0.0
         self._learning = LEARNING_STEPS
@@ -62,6 +72,8 @@ class Guard:
         try:
             began_s = time.perf_counter()
             self._keep(args, kwargs)
+            if self._own_steps is not None:
+                self._own_steps.keep()
             self._seconds += time.perf_counter() - began_s
             output = self._arm.call(hook, *args, **kwargs)
             self._learn()
@@ -73,7 +85,8 @@ class Guard:
             return output
         # Outside the except block, so that an error of the user's own carries no foreign __context__.
         self._rewind()
-        output = getattr(self._module, hook)(*args, **kwargs)
+        with nullcontext() if self._own_steps is None else self._own_steps.again():
+            output = getattr(self._module, hook)(*args, **kwargs)
         self._on_failure(failure)
         return output
 

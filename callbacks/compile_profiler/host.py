@@ -10,8 +10,8 @@ import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from compile_profiler.arms import Arm, Call, EagerArm, called_once, patched
 from compile_profiler.guard import Guard
+from compile_profiler.manual import Counted, OwnSteps, Take
 from compile_profiler.records import Environment, Stage
 
 if TYPE_CHECKING:
@@ -55,11 +56,6 @@ def x_axis(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def at_boundary(trainer: Trainer) -> bool:
-    """Whether the batch at hand ends with an optimizer step, so that no accumulation window is open."""
-    return not trainer.fit_loop._should_accumulate()
-
-
 def logs_this_step(trainer: Trainer) -> bool:
     """Whether Lightning sends the module's own values of this training step to the loggers."""
     return bool(trainer.log_every_n_steps and trainer._logger_connector.should_update_logs) or trainer.fast_dev_run
@@ -82,11 +78,14 @@ def unsupported(trainer: Trainer, module: LightningModule) -> str | None:
     strategy = type(trainer.strategy).__name__
     if strategy != "SingleDeviceStrategy":
         return f"the strategy {strategy} on {trainer.world_size} process(es)"
-    if not module.automatic_optimization:
-        return "manual optimization, where the step itself moves the optimizers"
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return "a training_step that takes the dataloader_iter, so a batch cannot be run twice"
     return None
+
+
+def target_for(module: LightningModule, target: str | Sequence[str]) -> str | Sequence[str]:
+    """What to compile: a step that moves optimizers itself is no graph, the networks that it calls are."""
+    return "networks" if target == "step" and not module.automatic_optimization else target
 
 
 def warn(message: str) -> None:
@@ -152,6 +151,14 @@ class StepDoor:
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
         self._callbacks = list(trainer.callbacks)
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.own_steps = None if module.automatic_optimization else self._new_own_steps()
+        self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
+
+    def at_boundary(self) -> bool:
+        """Whether the batch at hand ended with an optimizer step, so that no accumulation window is open."""
+        if self.own_steps is not None:
+            return self.own_steps.stepped
+        return not self._trainer.fit_loop._should_accumulate()
 
     def open(self, guards: Mapping[str, Guard]) -> None:
         """Let each of these step methods run under its guard."""
@@ -159,7 +166,13 @@ class StepDoor:
         patches: list[tuple[Any, str, Any]] = [
             (strategy, hook, self._entry(hook, getattr(strategy, hook), guard)) for hook, guard in guards.items()
         ]
-        patches.append((precision, "backward", self._exit(guards["training_step"])))
+        if self.own_steps is None:
+            patches.append((precision, "backward", self._exit(guards["training_step"])))
+        else:
+            patches += [(precision, name, hook) for name, hook in self._backward_hooks.items()]
+            patches.append((precision, "backward", self._own_backward))
+            self.own_steps.open()
+            self._undo.callback(self.own_steps.close)
         self._undo.enter_context(patched(patches))
 
     def close(self) -> None:
@@ -173,9 +186,11 @@ class StepDoor:
         def enter(*args: Any, **kwargs: Any) -> Any:
             if self._tuner_is_at_work():
                 return step(*args, **kwargs)
+            in_batch: AbstractContextManager[None] = nullcontext()
             if hook == "training_step":
                 self.last_call = (_repacked(args), _repacked(kwargs))
-            with called_once(self._module, hook, run):
+                in_batch = nullcontext() if self.own_steps is None else self.own_steps.batch()
+            with in_batch, called_once(self._module, hook, run):
                 return step(*args, **kwargs)
 
         return enter
@@ -183,6 +198,34 @@ class StepDoor:
     def _tuner_is_at_work(self) -> bool:
         """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
         return not any(callback in self._callbacks for callback in self._trainer.callbacks)
+
+    def _new_own_steps(self) -> OwnSteps:
+        trainer, strategy = self._trainer, self._trainer.strategy
+        # Where manual_backward calls the hooks of callbacks and module; all that it does beside is to scale.
+        precision = strategy.precision_plugin
+        self._backward_hooks = {
+            "pre_backward": Counted(precision.pre_backward, self._own_loss),
+            "post_backward": Counted(precision.post_backward, lambda tensor, _module: tensor.detach()),
+        }
+
+        def wrapped() -> Iterator[tuple[Any, Any]]:
+            yield from ((wrapper, wrapper.optimizer) for wrapper in strategy._lightning_optimizers)
+            yield from ((optimizer, optimizer) for optimizer in trainer.optimizers)
+
+        return OwnSteps(
+            self._module,
+            wrapped=wrapped,
+            schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
+            hooks=list(self._backward_hooks.values()),
+        )
+
+    def _own_backward(self, *args: Any, **kwargs: Any) -> None:
+        with self._gradients_kept():
+            self._precision_backward(*args, **kwargs)
+
+    def _own_loss(self, tensor: Tensor, _module: Any) -> Tensor:
+        self._own_losses.append(tensor.detach())
+        return self._by_scaler(tensor)
 
     def _exit(self, guard: Guard) -> Call:
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +243,8 @@ class StepDoor:
 
         Left there they are gone by the next step (PyTorch issue 169545), and eager cannot add to them either.
         """
-        if not self._overwrites_gradients or at_boundary(self._trainer):
+        # A step that runs backward itself may do so again before it uses what it has got.
+        if not self._overwrites_gradients or (self.own_steps is None and self.at_boundary()):
             yield
             return
         fresh = [parameter for parameter in self._module.parameters() if parameter.grad is None]
@@ -217,25 +261,33 @@ class StepDoor:
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """As the closure and the precision plugin scale a loss before ``backward``."""
-        loss = loss / self._trainer.accumulate_grad_batches
+        return self._by_scaler(loss / self._trainer.accumulate_grad_batches)
+
+    def _by_scaler(self, loss: Tensor) -> Tensor:
         scaler = getattr(self._trainer.strategy.precision_plugin, "scaler", None)
         return loss if scaler is None else scaler.scale(loss)
 
-    def one_pass(self, arm: Arm, parameters: Iterable[nn.Parameter], *args: Any, **kwargs: Any) -> Tensor:
+    def one_pass(
+        self, arm: Arm, parameters: Iterable[nn.Parameter], take: Take, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
         """Forward and backward of one batch as in training, without hooks, logging and optimizer step.
 
-        Gradients are set to ``None`` between the two, where Lightning does it.
+        Gradients are set to ``None`` between the two, where Lightning does it. Under manual optimization the whole
+        step of the user's is run, which does that itself, and ``take`` is called wherever it steps an optimizer.
 
         Returns:
-            The detached loss as the step returned it, a scalar.
+            The detached loss as the step returned it, a scalar. Under manual optimization the sum of all that it ran
+            backward from if it returned none, and ``None`` if that cannot be seen either.
 
         Raises:
-            NoLossError: the step returned none.
+            NoLossError: the step returned none and left backward to Lightning.
         """
         # No torch.compiler.cudagraph_mark_step_begin() here: once anybody in the process has called it, torch relies on
         # it alone, and the real steps, which do not call it, would never start a new generation again.
         with torch.enable_grad():
             with called_once(self._module, "training_step", functools.partial(arm.run, "training_step")):
+                if self.own_steps is not None:
+                    return self._own_pass(self.own_steps, take, self._strategy_step, *args, **kwargs)
                 output = self._strategy_step(*args, **kwargs)
             loss = loss_of(output)
             for parameter in parameters:
@@ -244,16 +296,31 @@ class StepDoor:
             self._precision_backward(self._scaled(loss), self._module, optimizer)
         return loss.detach()
 
-    def plain_pass(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of the user's own step in the module's dtype: no autocast, no loss scaling.
+    def plain_pass(self, take: Take, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Forward and backward of the user's own step in the module's dtype, without autocast.
 
         Returns:
-            The detached loss as the step returned it, a scalar.
+            What ``one_pass`` returns; gradients are scaled as there.
         """
+        step = functools.partial(EagerArm(self._module).run, "training_step")
         with torch.enable_grad(), torch.autocast(self._trainer.strategy.root_device.type, enabled=False):
-            loss = loss_of(EagerArm(self._module).run("training_step", *args, **kwargs))
-            self._module.backward(loss / self._trainer.accumulate_grad_batches)
+            if self.own_steps is not None:
+                return self._own_pass(self.own_steps, take, step, *args, **kwargs)
+            loss = loss_of(step(*args, **kwargs))
+            self._module.backward(self._scaled(loss))
         return loss.detach()
+
+    def _own_pass(self, own_steps: OwnSteps, take: Take, step: Call, *args: Any, **kwargs: Any) -> Tensor | None:
+        """A step that runs backward itself, moving nothing."""
+        self._own_losses.clear()
+        with own_steps.muted(take):
+            output = step(*args, **kwargs)
+        try:
+            return loss_of(output).detach()
+        except NoLossError:
+            return torch.stack(self._own_losses).sum() if self._own_losses else None
+        finally:
+            self._own_losses.clear()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -264,7 +331,8 @@ class StepDoor:
 
     def roots(self) -> list[Any]:
         """What a step could write beside the module: the optimizers' parameter groups."""
-        return [optimizer.param_groups for optimizer in self._trainer.optimizers]
+        own = [] if self.own_steps is None else self.own_steps.roots()
+        return [*(optimizer.param_groups for optimizer in self._trainer.optimizers), *own]
 
 
 def loss_of(output: Any) -> Tensor:

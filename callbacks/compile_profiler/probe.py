@@ -31,8 +31,9 @@ CONDITIONING_FACTOR = 3.0
 """Compiled gradients may be this many times as far from eager's as eager's own with each weight moved by one rounding.
 Seen on one H200 (12-layer transformer, 16 residual blocks): 0.5 to 1.0 times, 2.5 under fp16 autocast."""
 
-OnePass = Callable[..., Tensor]
-"""``(arm, parameters, *args, **kwargs) -> loss``: forward and backward of one batch, gradients left in ``.grad``."""
+OnePass = Callable[..., "Tensor | None"]
+"""``(arm, parameters, take, *args, **kwargs) -> loss``: forward and backward of one batch. Gradients are in ``.grad``
+when ``take(parameters)`` is called, for those whose optimizer the step moves itself, or else at the end."""
 
 
 class Probe:
@@ -53,8 +54,9 @@ class Probe:
         matched_rng: whether the compiled arm draws the same random numbers as eager.
         overwrites_gradients: whether the compiled arm replays CUDA graphs, whose next run writes into the memory that
             the gradients of the last one live in.
-        plain_pass: ``(*args, **kwargs) -> loss`` in the module's own dtype, to compare both arms with a run in float64;
-            ``None`` to leave that out.
+        writes_gradients: whether the step may write into gradients that are there, because it runs backward itself.
+        plain_pass: ``(take, *args, **kwargs) -> loss`` in the module's own dtype, to compare both arms with a run in
+            float64; ``None`` to leave that out.
         seed: of the coin.
     """
 
@@ -70,7 +72,8 @@ class Probe:
         roundoff: float | None,
         matched_rng: bool,
         overwrites_gradients: bool = False,
-        plain_pass: Callable[..., Tensor] | None = None,
+        writes_gradients: bool = False,
+        plain_pass: Callable[..., Tensor | None] | None = None,
         seed: int,
     ) -> None:
         self._module = module
@@ -82,6 +85,7 @@ class Probe:
         self._roundoff = roundoff
         self._matched_rng = matched_rng
         self._overwrites_gradients = overwrites_gradients
+        self._writes_gradients = writes_gradients
         self._plain_pass = plain_pass
         self._coin = random.Random(seed)
         self._num_passes: dict[str, int] = {}
@@ -155,9 +159,9 @@ class Probe:
             num_passes = max(num_passes, MIN_LAGGING_PASSES)
         return min(num_passes, passes_for(max(drafts_s), min_block_s=MAX_BLOCK_S, max_block_s=MAX_BLOCK_S))
 
-    def _pass(self, arm: Arm, inputs: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> Tensor:
+    def _pass(self, arm: Arm, inputs: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         args, kwargs = next(inputs)
-        return self._one_pass(arm, self._parameters, *args, **kwargs)
+        self._one_pass(arm, self._parameters, _leave, *args, **kwargs)
 
     @contextmanager
     def _kept(self, args: Any, kwargs: Any) -> Iterator[tuple[Callable[[], None], Snapshot]]:
@@ -170,20 +174,23 @@ class Probe:
         state = Snapshot([self._module, *self._roots()])
         batch = Snapshot([args, kwargs])
 
-        def back() -> None:
+        def back(*, last: bool = False) -> None:
             state.restore()
             batch.restore()
             numbers.restore()
             # Real gradients in forward: a step that reads .grad would compile another graph without them.
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
+                working_copy = self._writes_gradients and not last
+                parameter.grad = gradient.clone() if working_copy and gradient is not None else gradient
 
         self._numbers = numbers
         try:
             with self._quiet(), without_gradient_hooks(self._parameters):
+                if self._writes_gradients:
+                    back()
                 yield back, batch
         finally:
-            back()
+            back(last=True)
             self._parameters = []
 
     def _compare(
@@ -213,13 +220,14 @@ class Probe:
             drift = against_reference(drift, exact, expected, found)
         return drift, wrote_batch, (eager_s, compiled_s)
 
-    def _exact(self, plain_pass: Callable[..., Tensor], args: Any, kwargs: Any) -> Outcome:
+    def _exact(self, plain_pass: Callable[..., Tensor | None], args: Any, kwargs: Any) -> Outcome:
         """The same step in float64, far closer to the exact result than either arm."""
         for parameter in self._parameters:
             parameter.grad = None
         self._module.double()
-        loss = plain_pass(*args, **kwargs)
-        return Outcome(loss=loss, gradients={n: _taken(p) for n, p in self._module.named_parameters()})
+        taken = _Gradients()
+        loss = plain_pass(taken.take, *args, **kwargs)
+        return taken.outcome(self._module, loss)
 
     def _conditioning(self, eager: Arm, expected: Outcome, args: Any, kwargs: Any) -> float:
         """How far eager's own gradients move when each weight moves by one rounding.
@@ -240,20 +248,41 @@ class Probe:
     def _outcome(self, arm: Arm, args: Any, kwargs: Any) -> tuple[Outcome, float]:
         self._clock.synchronize()
         start_s = self._clock.now()
-        loss = self._one_pass(arm, self._parameters, *args, **kwargs)
+        taken = _Gradients()
+        loss = self._one_pass(arm, self._parameters, taken.take, *args, **kwargs)
         self._clock.synchronize()
         seconds = self._clock.now() - start_s
-        # Cloned: the next pass may write into the same memory, with CUDA graphs also into that of the loss.
-        gradients = {name: _taken(parameter) for name, parameter in self._module.named_parameters()}
-        return Outcome(loss=loss.clone(), gradients=gradients), seconds
+        return taken.outcome(self._module, loss), seconds
 
     def _peak(self, arm: Arm, args: Any, kwargs: Any, back: Callable[[], None]) -> int | None:
         back()
-        return peak_bytes(partial(self._one_pass, arm, self._parameters, *args, **kwargs), self._clock.device)
+        return peak_bytes(partial(self._one_pass, arm, self._parameters, _leave, *args, **kwargs), self._clock.device)
 
 
-def _taken(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else parameter.grad.detach().clone()
+class _Gradients:
+    """The gradients of one pass, each as it was when its optimizer would first have used it.
+
+    Cloned: the next pass may write into the same memory, with CUDA graphs also into that of the loss.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[int, Tensor] = {}
+
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Read the gradients of these parameters unless they have been read."""
+        for parameter in parameters:
+            if parameter.grad is not None and id(parameter) not in self._taken:
+                self._taken[id(parameter)] = parameter.grad.detach().clone()
+
+    def outcome(self, module: nn.Module, loss: Tensor | None) -> Outcome:
+        """At the end of the pass: with the gradients that no optimizer would have used."""
+        self.take(module.parameters())
+        gradients = {name: self._taken.get(id(parameter)) for name, parameter in module.named_parameters()}
+        return Outcome(loss=None if loss is None else loss.clone(), gradients=gradients)
+
+
+def _leave(_parameters: Iterable[nn.Parameter]) -> None:
+    """Of a pass whose gradients nobody reads."""
 
 
 def _repeated(item: Any) -> Iterator[Any]:

@@ -127,16 +127,19 @@ class Session:
             return None
         hooks = [_HOOKS[stage] for stage in self._settings.stages]
         try:
-            arm = CompiledArm(self._module, target=self._settings.target, hooks=hooks, options=self._settings.options)
+            target = host.target_for(self._module, self._settings.target)
+            arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
         except Exception as error:  # torch.compile refuses the Python version, the platform or the options
             what_to_do = advice(error) or ""
             return self._refuse("compile_error", f"Compiling failed: {_first_line(error)} {what_to_do}".strip())
+        if target == "networks" and not arm.compiled_names:
+            return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
         if arm.compiled_names:
             self._config["modules"] = list(arm.compiled_names)
         self._arm = arm
         overwrites = _replays_cuda_graphs(self._settings.options)
         self._door = host.StepDoor(self._trainer, self._module, overwrites_gradients=overwrites)
-        self._guards = {hook: Guard(self._module, arm, self._on_failure) for hook in hooks}
+        self._guards = {hook: Guard(self._module, arm, self._on_failure, self._door.own_steps) for hook in hooks}
         self._door.open(self._guards)
         self._probe = self._new_probe(self._door) if self._settings.limits.max_pairs else None
         self._observer.start()
@@ -185,6 +188,7 @@ class Session:
             roundoff=roundoff,
             matched_rng=not own_numbers,
             overwrites_gradients=_replays_cuda_graphs(options),
+            writes_gradients=door.own_steps is not None,
             plain_pass=door.plain_pass if self._settings.drift_reference else None,
             seed=self._settings.seed,
         )
@@ -235,7 +239,7 @@ class Session:
     def _account(self, seconds: float) -> None:
         compiling = self._observer.poll("train", step=self._step, epoch=self._trainer.current_epoch)
         compiled = self._alternation is None or self._alternation.arm == "compiled"
-        boundary = host.at_boundary(self._trainer)
+        boundary = self._door is not None and self._door.at_boundary()
         self._ledger.add_step(self._step, seconds, compiled=compiled, compiling=compiling)
         self._num_since_pair += int(boundary)
         if compiling:
@@ -285,9 +289,10 @@ class Session:
     def _is_due(self) -> bool:
         return (
             self._probe is not None
+            and self._door is not None
             and self._num_clean >= self._settings.warmup_steps
             and self._num_since_pair >= self._pair_interval()
-            and host.at_boundary(self._trainer)
+            and self._door.at_boundary()
             and not profiler_is_on()  # it slows eager down more than compiled, and the pair would be in its record
             and (self._alternation is None or self._alternation.between)
         )
