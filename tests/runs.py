@@ -115,6 +115,8 @@ def left_behind(module, trainer):
             left.update({f"optimizer/{n}/{key}/{name}": value for name, value in state.items()})
     left.update({f"metric/{name}": value for name, value in trainer.callback_metrics.items()})
     left["random/torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        left["random/cuda"] = torch.cuda.get_rng_state()
     left["random/python"] = random.getstate()
     left["random/numpy"] = tuple(map(str, np.random.get_state()))
     left["logged"] = trainer.logger.of_user() if isinstance(trainer.logger, InMemoryLogger) else None

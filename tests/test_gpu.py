@@ -7,6 +7,7 @@ from torch import nn
 from compile_profiler import CompileProfiler
 from runs import Regression, differences, left_behind, train
 from test_manual import Accumulates, AccumulatesAndDrops, Adversarial
+from zoo import COMPILED_DIFFERS, ZOO, Checkpointing, Counters, CustomFunction, DropoutAndBatchNorm, MomentumQueue
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +63,38 @@ def test_inductor_leaves_the_run_bit_identical_to_the_same_run_without_probes(mo
     assert profiler.report.speedup.num_pairs > 3
     assert profiler.report.speedup.void.get("error", 0) == 0
     assert differences(observed, measured) == []
+
+
+@pytest.mark.parametrize("module_class", ZOO, ids=lambda kind: kind.__name__)
+def test_the_zoo_trains_on_a_gpu_as_without_the_callback(module_class):
+    """cuDNN and the device's random numbers included."""
+    options = {"backend": "eager", "fallback": False, "verbose": False, "warmup_steps": 1, "pair_every_n_steps": 2}
+    run = {**ON_GPU, "max_steps": 24, "limit_val_batches": 2}
+    profiler = CompileProfiler(**options)
+    unmeasured = [CompileProfiler(**options, max_pairs=0)] if module_class in COMPILED_DIFFERS else []
+    plain = left_behind(*train(module_class, unmeasured, **run))
+    measured = left_behind(*train(module_class, [profiler], **run))
+
+    assert differences(plain, measured) == []
+    assert profiler.report.speedup.num_pairs > 0
+    assert "error" not in profiler.report.speedup.void
+
+
+REPLAYED = [DropoutAndBatchNorm, MomentumQueue, Counters, CustomFunction, Checkpointing]
+
+
+@pytest.mark.parametrize("module_class", REPLAYED, ids=lambda kind: kind.__name__)
+def test_the_zoo_replayed_from_cuda_graphs_leaves_the_same_run_as_without_probes(module_class):
+    """Whether the module's graphs can be replayed or torch skips them."""
+    kept = {"mode": "reduce-overhead", "fallback": False, "verbose": False, "pair_every_n_steps": 2}
+    options = {**ON_GPU, "max_steps": 24, "validate": False}
+    profiler = CompileProfiler(**kept)
+    observed = left_behind(*train(module_class, [CompileProfiler(**kept, max_pairs=0)], **options))
+    measured = left_behind(*train(module_class, [profiler], **options))
+
+    assert differences(observed, measured) == []
+    assert profiler.report.speedup.num_pairs > 0
+    assert "error" not in profiler.report.speedup.void
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
