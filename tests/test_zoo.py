@@ -1,6 +1,7 @@
 """No module of the zoo can tell that it was measured."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,14 @@ def test_a_module_with_a_hazard_trains_as_without_the_callback(module_class):
     assert report.verdict.reason not in ("compile_error", "runtime_error", "unsupported")
     assert report.speedup.num_pairs > 0
     assert "error" not in report.speedup.void
+
+
+def test_the_page_of_limits_lists_the_zoo():
+    """What is promised there is what is tested here."""
+    page = (Path(__file__).parents[1] / "docs" / "limits.md").read_text(encoding="utf-8")
+    rows = [f"| `{kind.__name__}` | {kind.__doc__.splitlines()[0]} |" for kind in ZOO]
+
+    assert "\n".join(rows) in page
 
 
 def test_the_comparison_can_fail():

@@ -9,7 +9,7 @@ from compile_profiler.records import Sample
 
 WINDOW_STEPS = 20
 MIN_WINDOW_S = 0.1
-"""Twenty steps of a millisecond are over before a neighbour's time slice is; a window of short steps has more of them."""
+"""Twenty steps of a millisecond are over before a neighbour's time slice is: short steps have more in a window."""
 SETTLE_STEPS = 2
 """Steps after a switch of arms or a pair that are not timed: caches, allocator and launch queue are not theirs yet."""
 
