@@ -64,7 +64,7 @@ class TakesTheIterator(Regression):
     on_train_batch_start = pl.LightningModule.on_train_batch_start
 
 
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor.*")
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`.*experimental.*")
 def test_a_step_that_takes_the_iterator_trains_on_plainly():
     """It cannot be run twice on one batch, and says so once."""
     profiler = CompileProfiler(**OPTIONS)
