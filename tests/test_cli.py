@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -232,6 +233,14 @@ def test_the_package_runs_as_a_module():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Usage: compile-profiler [OPTIONS] COMMAND")
     assert all(command in done.stdout for command in ("show", "compare", "html", "doctor"))
+
+
+def test_the_docs_show_the_help_and_a_section_for_each_command():
+    docs = (Path(__file__).parents[1] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    shown = "".join(f"    {line}".rstrip() + "\n" for line in called("--help").output.splitlines())
+
+    assert shown.replace("Usage: main", "Usage: compile-profiler") in docs
+    assert set(re.findall(r"^## (\w+)$", docs, re.MULTILINE)) == set(main.commands)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ _CONFIG = ("target", "backend", "mode", "dynamic", "fullgraph", "options")
 
 
 def comparison(names: Sequence[str], reports: Sequence[Report]) -> Table:
-    """One column for each report, one row for each figure; settings that no report has are left out.
+    """One column for each report, one row for each figure; settings that no report has switched on are left out.
 
     >>> comparison(["a", "b"], [Report(), Report()]).row_count
     19
@@ -36,7 +36,7 @@ def comparison(names: Sequence[str], reports: Sequence[Report]) -> Table:
         grid.add_row(what, *cells)
     for setting in _CONFIG:
         values = [report.verdict.config.get(setting) for report in reports]
-        if any(value is not None for value in values):
+        if any(value not in (None, False) for value in values):
             grid.add_row(setting, *(Text(one_line(known(value, str))) for value in values))
     return grid
 

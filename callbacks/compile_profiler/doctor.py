@@ -65,7 +65,7 @@ def examine(*, max_seconds: float) -> Iterator[Finding]:
     Args:
         max_seconds: time limit of the trial.
     """
-    yield Finding("python", f"{platform.python_version()} on {platform.platform(terse=True)}")
+    yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for packages in (("torch",), ("lightning", "pytorch-lightning"), ("triton", "pytorch-triton", "triton-windows")):
         yield Finding(packages[0], _version(packages))
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -130,8 +130,11 @@ def _may_have_layout(folder: Path) -> bool:
     Writers keep no account of what they wrote. The search is for bytes because parsing the file of a long run that is
     resumed would take minutes.
     """
-    files = [file for file in folder.glob("*tfevents*") if file.stat().st_size]
-    return not files or any(_holds(file, b"custom_scalars__config__") for file in files)
+    try:
+        files = [file for file in folder.glob("*tfevents*") if file.stat().st_size]
+        return not files or any(_holds(file, b"custom_scalars__config__") for file in files)
+    except OSError:
+        return True
 
 
 def _holds(file: Path, mark: bytes) -> bool:

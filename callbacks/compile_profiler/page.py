@@ -77,6 +77,9 @@ def picture(chart: Chart, curves: Mapping[str, Curve], *, decided_at: int | None
                 axes.plot(*_points(curves, tag), marker=".", markersize=3, linewidth=1.2, label=_label(tag))
         if decided_at is not None:
             axes.axvline(decided_at, color="0.5", linestyle=":", linewidth=1, label="decided")
+        if all(value.is_integer() for tag in chart.tags for _, value in curves.get(tag, ())):
+            axes.set_ylim(top=max(1.0, axes.get_ylim()[1]))
+            axes.locator_params(axis="y", integer=True)  # there is no half recompile
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, frameon=False)
