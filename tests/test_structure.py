@@ -53,25 +53,18 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cli": ({"render", "runs_on_disk", "comparison", "page", "doctor"}, {"click", "rich"}),
     "__main__": ({"cli"}, set()),
     # one fit: what is due, what follows
+    "arguments": ({"verdict", "arms"}, set()),
+    "pairs": ({"records", "sandbox", "arms", "host", "probe"}, {"torch"}),
     "session": (
-        {
-            "records",
-            "verdict",
-            "drift",
-            "advice",
-            "ledger",
-            "checkpoint",
-            "clock",
-            "windows",
-            "sandbox",
-            "arms",
-            "guard",
-        }
-        | {"observe", "host", "probe", "export"},
+        {"records", "verdict", "drift", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "guard"}
+        | {"observe", "host", "probe", "export", "arguments", "pairs"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
-    "callback": ({"records", "verdict", "checkpoint", "arms", "host", "render", "export", "session"}, set()),
+    "callback": (
+        {"records", "verdict", "checkpoint", "arms", "host", "render", "export", "arguments", "session"},
+        set(),
+    ),
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}

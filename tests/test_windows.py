@@ -71,6 +71,17 @@ def test_a_dropped_window_begins_again_and_rest_stays_compiled():
     assert (found.eager_s, found.compiled_s) == (1.0, 1.0)
 
 
+def test_windows_of_short_steps_have_more_of_them():
+    time = Scripted()
+    alternation = Alternation(time.clock, seed=0, window_steps=2, settle_steps=1, min_window_s=10.0)
+    found = None
+    for step in range(60):
+        time.now_s += 1.0
+        found = found or alternation.step(step, boundary=True)
+
+    assert found.num_passes == 10
+
+
 def test_a_planted_gain_is_found_in_real_steps_and_kept(monkeypatch):
     monkeypatch.setattr("compile_profiler.session.Alternation", _short)
     profiler = CompileProfiler(
@@ -97,4 +108,4 @@ def test_a_planted_loss_ends_in_eager_by_windows_alone(monkeypatch):
 
 def _short(clock, *, seed):
     """Windows short enough for a test; the planted difference is far above noise."""
-    return Alternation(clock, seed=seed, window_steps=2, settle_steps=1)
+    return Alternation(clock, seed=seed, window_steps=2, settle_steps=1, min_window_s=0.0)

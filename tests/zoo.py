@@ -416,9 +416,8 @@ class LogsEverything(Regression):
 class OwnGradient(Regression):
     """A leaf that is no parameter gathers a gradient of its own."""
 
-    def __init__(self):
-        super().__init__()
-        self.offset = torch.zeros(1, requires_grad=True)
+    def on_fit_start(self):
+        self.offset = torch.zeros(1, device=self.device, requires_grad=True)
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (1 + self.offset)
@@ -437,7 +436,7 @@ class Recurrent(Regression):
         self.hidden = None
 
     def forward(self, x):
-        hidden = torch.zeros(len(x), 8) if self.hidden is None or len(self.hidden) != len(x) else self.hidden
+        hidden = x.new_zeros(len(x), 8) if self.hidden is None or len(self.hidden) != len(x) else self.hidden
         new = self.net(x, hidden)
         if self.training:
             self.hidden = new.detach()

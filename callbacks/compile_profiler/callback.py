@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from compile_profiler import arms, host
+from compile_profiler.arguments import EndToEndMethod, Target, checked
 from compile_profiler.checkpoint import KEY
 from compile_profiler.export import Export
 from compile_profiler.records import Report
 from compile_profiler.render import print_table
-from compile_profiler.session import Session, Settings
-from compile_profiler.verdict import DriftPolicy, Limits
-
-Target = Literal["step", "forward", "blocks"]
-EndToEndMethod = Literal["estimate", "windows", "off"]
+from compile_profiler.session import Session
+from compile_profiler.verdict import DriftPolicy
 
 
 class CompileProfiler(host.Callback):
@@ -93,49 +90,27 @@ class CompileProfiler(host.Callback):
         verbose: bool = True,
     ) -> None:
         super().__init__()
-        _check_type("backend", backend, (str, Callable), "a name or a callable")
-        _check_type("mode", mode, (str, type(None)), "a name or None")
-        _check_type("dynamic", dynamic, (bool, type(None)), "True, False or None")
-        _check_type("options", options, (Mapping, type(None)), "a mapping or None")
-        for name, flag in {"fullgraph": fullgraph, "fallback": fallback, "log": log, "verbose": verbose}.items():
-            _check_type(name, flag, (bool,), "True or False")
-        _check_number("warmup_steps", warmup_steps, 0, integral=True)
-        _check_number("max_pairs", max_pairs, 0, integral=True)
-        _check_number("pair_every_n_steps", pair_every_n_steps, 1, integral=True)
-        _check_number("seed", seed, -math.inf, integral=True)
-        _check_number("min_speedup", min_speedup, 0)
-        _check_number("confidence", confidence, 0)
-        _check_number("overhead_budget", overhead_budget, 0)
-        if not 0 < overhead_budget <= 1:
-            raise ValueError(
-                f"overhead_budget must lie between 0 and 1, got {overhead_budget}. "
-                "It is a share of training time; to stop measuring after all, use max_pairs=0."
-            )
-        if drift_tolerance is not None:
-            _check_number("drift_tolerance", drift_tolerance, 0)
-        _check_choice("end_to_end", end_to_end, get_args(EndToEndMethod))
-        _check_choice("drift_reference", drift_reference, (None, "float64"))
-        _check_compile_options(backend, mode, options)
-        limits = Limits(
-            min_speedup=min_speedup, confidence=confidence, max_pairs=max_pairs, drift=drift, fallback=fallback
-        )
-        self._settings = Settings(
-            target=_checked_target(target),
+        self._settings = checked(
+            target=target,
             options={
                 "backend": backend,
                 "mode": mode,
                 "dynamic": dynamic,
                 "fullgraph": fullgraph,
-                "options": None if options is None else dict(options),
+                "options": options,
             },
-            stages=_checked_stages(stages),
+            stages=stages,
             warmup_steps=warmup_steps,
+            min_speedup=min_speedup,
+            confidence=confidence,
+            max_pairs=max_pairs,
             pair_every_n_steps=pair_every_n_steps,
             overhead_budget=overhead_budget,
             end_to_end=end_to_end,
+            drift=drift,
             drift_tolerance=drift_tolerance,
             drift_reference=drift_reference,
-            limits=limits,
+            fallback=fallback,
             seed=seed,
             log=log,
             verbose=verbose,
@@ -261,58 +236,3 @@ class CompileProfiler(host.Callback):
             self._earlier = self._session.for_checkpoint()
             self._report = self._session.finish()
             self._session = None
-
-
-def _check_type(name: str, value: Any, types: tuple[Any, ...], expected: str) -> None:
-    if not isinstance(value, types):
-        raise TypeError(f"{name} must be {expected}, got {value!r} of type {type(value).__name__}.")
-
-
-def _check_number(name: str, value: Any, minimum: float, *, integral: bool = False) -> None:
-    kind = "an integer" if integral else "a number"
-    if isinstance(value, bool) or not isinstance(value, (int,) if integral else (int, float)):
-        raise TypeError(f"{name} must be {kind}, got {value!r} of type {type(value).__name__}.")
-    if not minimum <= value or value == math.inf:
-        raise ValueError(f"{name} must be {kind} of at least {minimum}, got {value}.")
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _check_compile_options(backend: Any, mode: str | None, options: Any) -> None:
-    if isinstance(backend, str) and backend not in (known := arms.known_backends()):
-        raise ValueError(
-            f"backend must be a callable or one of {', '.join(known)}, got {backend!r}. "
-            "torch._dynamo.register_backend adds names."
-        )
-    if mode is not None and backend != "inductor":
-        raise ValueError(f"mode={mode!r} is a setting of backend='inductor', got backend={backend!r}. Leave mode out.")
-    if mode is not None and mode not in (modes := arms.known_modes()):
-        raise ValueError(f"mode must be None or one of {', '.join(modes)}, got {mode!r}.")
-    if mode is not None and options:
-        raise ValueError(f"mode={mode!r} and options={options!r} exclude each other. Keep one of them.")
-
-
-def _checked_target(target: Any) -> str | tuple[str, ...]:
-    if isinstance(target, str):
-        if target not in get_args(Target):
-            raise ValueError(
-                f"target must be one of {', '.join(map(repr, get_args(Target)))} or a list of submodule names, "
-                f"got {target!r}. For one submodule write target=[{target!r}]."
-            )
-        return target
-    if not isinstance(target, Sequence) or not all(isinstance(name, str) for name in target):
-        raise TypeError(f"target must be a name or a list of submodule names, got {target!r}.")
-    if not target or not all(target):
-        raise ValueError(f"target must name at least one submodule and no empty name, got {target!r}.")
-    return tuple(target)
-
-
-def _checked_stages(stages: Any) -> tuple[str, ...]:
-    if isinstance(stages, str) or not isinstance(stages, Sequence):
-        raise TypeError(f"stages must be a sequence of names such as ('train',), got {stages!r}.")
-    if "train" not in stages or not set(stages) <= {"train", "validate"}:
-        raise ValueError(f"stages must be ('train',) or ('train', 'validate'), got {tuple(stages)!r}.")
-    return tuple(stages)

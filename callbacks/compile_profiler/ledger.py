@@ -52,6 +52,7 @@ class Ledger:
         self._recent_compiling: deque[bool] = deque(maxlen=RECENT_STEPS)
         self._first_compiled_step = 0
         self._earlier_compile_s = 0.0
+        self._asked_at = 0, 0  # pairs and couples of windows seen when the question was opened
         self.samples: list[Sample] = []
         self.window_samples: list[Sample] = []
         self.num_steps = 0
@@ -102,11 +103,25 @@ class Ledger:
         ordinary_s = statistics.median(self._recent_steps_s) if self._recent_steps_s else 0.0
         return self._earlier_compile_s + sum(max(0.0, seconds - ordinary_s) for seconds in self._compiling_steps_s)
 
-    def evidence(self, since: int = 0) -> Evidence:
-        """What a later fit can go on from, without the first ``since`` pairs."""
+    def ask(self) -> None:
+        """Open the question again: only what comes from here on is evidence."""
+        self._asked_at = len(self.samples), len(self.window_samples)
+
+    @property
+    def asked_samples(self) -> list[Sample]:
+        """Pairs since the question was opened."""
+        return self.samples[self._asked_at[0] :]
+
+    @property
+    def asked_windows(self) -> list[Sample]:
+        """Couples of windows since the question was opened."""
+        return self.window_samples[self._asked_at[1] :]
+
+    def evidence(self) -> Evidence:
+        """What a later fit can go on from."""
         return Evidence(
-            samples=tuple(self.samples[since:]),
-            window_samples=tuple(self.window_samples),
+            samples=tuple(self.asked_samples),
+            window_samples=tuple(self.asked_windows),
             num_steps=self.num_steps,
             num_compiled_steps=self.num_compiled_steps,
             first_compiled_step=self._first_compiled_step,

@@ -132,6 +132,8 @@ class Probe:
                 times[arm.name] = self._clock.timed(partial(self._pass, arm, inputs), num_passes)
                 if copies is not None:
                     copies = [batch.duplicate((args, kwargs)) for _ in range(num_passes)]
+            # The untimed passes were a rough guide, and a stall in one of them would shorten all blocks to come.
+            self._num_passes[shape] = self._passes_for(times[eager.name].pass_s, times[compiled.name].pass_s)
             void = "compiled" if compiled_something() else None
             if void is None and self.memory is None:
                 self.memory = Memory(

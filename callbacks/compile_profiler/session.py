@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import textwrap
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from compile_profiler import checkpoint, host, observe
 from compile_profiler.advice import advice
+from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.drift import tolerance_for, unit_roundoff_for
 from compile_profiler.export import Export
 from compile_profiler.guard import Guard
 from compile_profiler.ledger import Ledger
+from compile_profiler.pairs import Pairs
 from compile_profiler.probe import Probe, module_dtype
 from compile_profiler.records import Reason, Report, Sample, Verdict
-from compile_profiler.sandbox import StateTooLargeError
-from compile_profiler.verdict import Limits, judge
+from compile_profiler.verdict import judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
-MAX_PROBE_ERRORS = 3
 MAX_SHAPES_TO_REOPEN = 3
 _MAX_BACKOFF = 10
 _HOOKS = {"train": "training_step", "validate": "validation_step"}
@@ -34,37 +32,6 @@ _FAILURES: dict[Reason, str] = {
     "runtime_error": "The compiled step failed",
     "out_of_memory": "The compiled step ran out of memory",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The arguments of ``CompileProfiler``, checked; ``options`` are those of ``torch.compile``."""
-
-    target: str | tuple[str, ...]
-    options: Mapping[str, Any]
-    stages: tuple[str, ...]
-    warmup_steps: int
-    pair_every_n_steps: int
-    overhead_budget: float
-    end_to_end: str
-    drift_tolerance: float | None
-    drift_reference: str | None
-    limits: Limits
-    seed: int
-    log: bool
-    verbose: bool
-
-    def decisive(self) -> dict[str, Any]:
-        """The arguments that a verdict depends on, in plain values."""
-        options = {**self.options, "backend": _name_of(self.options["backend"])}
-        return {
-            "target": self.target,
-            **options,
-            "stages": self.stages,
-            "end_to_end": self.end_to_end,
-            "drift_tolerance": self.drift_tolerance,
-            **asdict(self.limits),
-        }
 
 
 class Session:
@@ -82,9 +49,7 @@ class Session:
         self._trainer = trainer
         self._module = module
         self._export = export
-        target = settings.target if isinstance(settings.target, str) else list(settings.target)
-        self._config: dict[str, Any] = {"target": target, **settings.options}
-        self._config["backend"] = _name_of(settings.options["backend"])
+        self._config = settings.config
         self._verdict = Verdict(config=self._config)
         self._environment = host.environment(trainer)
         self._identity = checkpoint.identity(module, settings.decisive(), self._environment)
@@ -95,17 +60,15 @@ class Session:
         windows = settings.end_to_end == "windows" and settings.limits.max_pairs
         self._alternation = Alternation(self._clock, seed=settings.seed) if windows else None
         self._guards: dict[str, Guard] = {}
-        # The three below exist while the run is compiled; without a probe it is compiled and not measured.
+        # The three below exist while the run is compiled; without pairs it is compiled and not measured.
         self._door: host.StepDoor | None = None
         self._arm: CompiledArm | None = None
-        self._probe: Probe | None = None
+        self._pairs: Pairs | None = None
         self._step = 0
         self._step_began_s = 0.0
         self._num_clean = 0
         self._warm = False  # the first compiles of this fit are over
         self._num_since_pair = 0
-        self._num_probe_errors = 0
-        self._asked_at = 0  # number of pairs when the question was opened
         self._news = True  # something to judge
         self._unlogged = True  # something to log
 
@@ -131,17 +94,17 @@ class Session:
             arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
         except Exception as error:  # torch.compile refuses the Python version, the platform or the options
             what_to_do = advice(error) or ""
-            return self._refuse("compile_error", f"Compiling failed: {_first_line(error)} {what_to_do}".strip())
+            return self._refuse("compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip())
         if target == "networks" and not arm.compiled_names:
             return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
         if arm.compiled_names:
             self._config["modules"] = list(arm.compiled_names)
         self._arm = arm
-        overwrites = _replays_cuda_graphs(self._settings.options)
+        overwrites = self._settings.replays_cuda_graphs
         self._door = host.StepDoor(self._trainer, self._module, overwrites_gradients=overwrites)
         self._guards = {hook: Guard(self._module, arm, self._on_failure, self._door.own_steps) for hook in hooks}
         self._door.open(self._guards)
-        self._probe = self._new_probe(self._door) if self._settings.limits.max_pairs else None
+        self._pairs = self._new_pairs(self._door) if self._settings.limits.max_pairs else None
         self._observer.start()
         self._observer.skip()
         return None
@@ -161,24 +124,23 @@ class Session:
 
     def for_checkpoint(self) -> dict[str, Any]:
         """What the next fit of this training can go on from, in plain values."""
-        evidence = self._ledger.evidence(since=self._asked_at)
-        return checkpoint.packed(self._identity, self._verdict, evidence, max_pairs=self._settings.limits.max_pairs)
+        max_pairs = self._settings.limits.max_pairs
+        return checkpoint.packed(self._identity, self._verdict, self._ledger.evidence(), max_pairs=max_pairs)
 
     def _refuse(self, reason: Reason, message: str) -> None:
         host.warn(f"{message}; training goes on as without the callback.")
         self._conclude(Verdict(decision="eager", reason=reason, message=f"{message}.", config=self._config))
 
-    def _new_probe(self, door: host.StepDoor) -> Probe:
-        options = self._settings.options
-        own_numbers = options["backend"] == "inductor" and not (options["options"] or {}).get("fallback_random")
-        tolerance, roundoff = self._settings.drift_tolerance, None
+    def _new_pairs(self, door: host.StepDoor) -> Pairs:
+        settings = self._settings
+        tolerance, roundoff = settings.drift_tolerance, None
         if tolerance is None:
             dtype, tf32 = module_dtype(self._module), bool(self._environment.tf32)
             autocast = host.autocast_dtype(self._trainer)
             with contextlib.suppress(ValueError):  # a dtype of which no limit is known: drift is shown, not judged
                 tolerance = tolerance_for(dtype, autocast_dtype=autocast, tf32=tf32)
                 roundoff = unit_roundoff_for(dtype, autocast_dtype=autocast, tf32=tf32)
-        return Probe(
+        probe = Probe(
             self._module,
             one_pass=door.one_pass,
             quiet=door.quiet,
@@ -186,11 +148,18 @@ class Session:
             clock=self._clock,
             tolerance=tolerance,
             roundoff=roundoff,
-            matched_rng=not own_numbers,
-            overwrites_gradients=_replays_cuda_graphs(options),
+            matched_rng=settings.draws_eagers_numbers,
+            overwrites_gradients=settings.replays_cuda_graphs,
             writes_gradients=door.own_steps is not None,
-            plain_pass=door.plain_pass if self._settings.drift_reference else None,
-            seed=self._settings.seed,
+            plain_pass=door.plain_pass if settings.drift_reference else None,
+            seed=settings.seed,
+        )
+        return Pairs(
+            probe,
+            eager=EagerArm(self._module),
+            compiled=self._guards["training_step"],
+            compiled_something=self._observer.compiling,
+            compares=settings.limits.drift != "off",
         )
 
     def finish(self) -> Report:
@@ -208,7 +177,7 @@ class Session:
             self._door.close()
         if self._arm is not None:
             self._arm.release()
-        self._door = self._arm = self._probe = None
+        self._door = self._arm = self._pairs = None
 
     # -- the training loop -------------------------------------------------------------------------------------------
 
@@ -288,7 +257,8 @@ class Session:
 
     def _is_due(self) -> bool:
         return (
-            self._probe is not None
+            self._pairs is not None
+            and not self._pairs.stopped
             and self._door is not None
             and self._num_clean >= self._settings.warmup_steps
             and self._num_since_pair >= self._pair_interval()
@@ -309,7 +279,7 @@ class Session:
         """Another regime than the one that was decided on: ask again, from here on; the run stays compiled."""
         if self._verdict.reason not in ("gain", "inconclusive"):
             return
-        self._asked_at = len(self._ledger.samples)
+        self._ledger.ask()
         self._verdict = Verdict(message=f"Asked again: {why}.", step=self._step, config=self._config)
         self._unlogged = True
         self._export.tell(f"measuring again at step {self._step}: {why}.")
@@ -320,18 +290,19 @@ class Session:
         # A run of ever new lengths was decided on many of them; its next new one is nothing new.
         if sample.void is None and shapes and sample.shape not in shapes and len(shapes) <= MAX_SHAPES_TO_REOPEN:
             self._reopen("batches of another shape came")
-        num_pairs = len(self._ledger.samples) - self._asked_at
-        if self._verdict.reason == "inconclusive" and num_pairs >= 2 * self._settings.limits.max_pairs:
+        rested = len(self._ledger.asked_samples) >= 2 * self._settings.limits.max_pairs
+        if self._verdict.reason == "inconclusive" and rested:
             self._reopen("the answer was not clear")
 
     def _run_pair(self) -> None:
+        assert self._pairs is not None
+        assert self._door is not None
+        assert self._door.last_call is not None
         step_s = self._window.close()
         began_s = time.perf_counter()
-        sample = self._measured(step_s)
-        if self._settings.limits.drift == "off":
-            sample = replace(sample, drift=None)
-        if self._probe is not None and self._probe.memory is not None:
-            self._ledger.memory = self._probe.memory
+        sample = self._pairs.take(self._door.last_call, step=self._step, step_s=step_s)
+        if self._pairs.memory is not None:
+            self._ledger.memory = self._pairs.memory
         self._observer.poll("probe", step=self._step, epoch=self._trainer.current_epoch)
         self._num_since_pair = 0
         self._news = True
@@ -339,48 +310,12 @@ class Session:
         self._look_again(sample)
         self._ledger.add_pair(sample, time.perf_counter() - began_s)
 
-    def _measured(self, step_s: float | None) -> Sample:
-        """The pair on the batch just trained, or a void one that says why there is none."""
-        assert self._probe is not None
-        assert self._door is not None
-        void = "error"
-        try:
-            args, kwargs = self._door.last_call or ((), {})
-            return self._probe.measure(
-                EagerArm(self._module),
-                self._guards["training_step"],
-                *args,
-                step=self._step,
-                step_s=step_s,
-                compiled_something=self._observer.compiling,
-                **kwargs,
-            )
-        except host.NoLossError:
-            void = "no_loss"
-        except StateTooLargeError as error:
-            void = "state_too_large"
-            self._stop_probing(f"no pairs can be measured: {error}")
-        except torch.OutOfMemoryError:
-            void = "out_of_memory"
-            self._stop_probing("a pair ran out of memory; training goes on unmeasured.")
-        except Exception as error:
-            self._num_probe_errors += 1
-            if self._num_probe_errors == 1:
-                host.warn(f"a pair failed and is not used, the run is not affected: {_first_line(error)}")
-            if self._num_probe_errors == MAX_PROBE_ERRORS:
-                self._stop_probing(f"{MAX_PROBE_ERRORS} pairs have failed; training goes on unmeasured.")
-        return Sample(step=self._step, eager_s=0.0, compiled_s=0.0, void=void)
-
-    def _stop_probing(self, message: str) -> None:
-        host.warn(message)
-        self._probe = None
-
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
         self._news = False
         verdict = judge(
-            self._ledger.samples[self._asked_at :],
+            self._ledger.asked_samples,
             self._observer.compiles(),
             limits=self._settings.limits,
             step=self._step,
@@ -388,7 +323,7 @@ class Session:
             num_compiled_steps=self._ledger.num_compiled_steps,
             num_steps_seen=self._ledger.num_steps,
             num_recent_compiling=self._ledger.num_recent_compiling,
-            evidence=self._ledger.window_samples if self._alternation is not None else None,
+            evidence=self._ledger.asked_windows if self._alternation is not None else None,
         )
         if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
             self._conclude(verdict)
@@ -413,7 +348,7 @@ class Session:
             reason = "out_of_memory"
         self._observer.poll(host.stage_of(self._trainer), step=step, epoch=self._trainer.current_epoch)
         what_to_do = advice(error)
-        message = f"{_FAILURES[reason]}: {_first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
+        message = f"{_FAILURES[reason]}: {host.first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
         host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
         self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
 
@@ -421,22 +356,3 @@ class Session:
         """Everything known now."""
         self._ledger.own_s += sum(guard.take_seconds() for guard in self._guards.values())
         return self._ledger.report(self._verdict, self._observer.compiles(), self._environment)
-
-
-def _name_of(backend: Any) -> str:
-    if isinstance(backend, str):
-        return backend
-    return str(getattr(backend, "__qualname__", type(backend).__qualname__))
-
-
-def _replays_cuda_graphs(options: Mapping[str, Any]) -> bool:
-    """Whether these arguments of ``torch.compile`` ask for CUDA graphs."""
-    return options["mode"] in ("reduce-overhead", "max-autotune") or bool(
-        (options["options"] or {}).get("triton.cudagraphs")
-    )
-
-
-def _first_line(error: Exception) -> str:
-    """The error on one line, with as much of its text as fits; torch's own put the cause on the second line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {textwrap.shorten(text, 200) if text else 'without a message'}"

@@ -8,6 +8,8 @@ from compile_profiler.clock import Clock
 from compile_profiler.records import Sample
 
 WINDOW_STEPS = 20
+MIN_WINDOW_S = 0.1
+"""Twenty steps of a millisecond are over before a neighbour's time slice is: short steps have more in a window."""
 SETTLE_STEPS = 2
 """Steps after a switch of arms or a pair that are not timed: caches, allocator and launch queue are not theirs yet."""
 
@@ -39,6 +41,11 @@ class Window:
         """Something else happened: a pair, validation, a checkpoint. A new window opens when things have settled."""
         self._start_s, self.num_steps, self._num_to_settle = None, 0, settle_steps
 
+    @property
+    def open_s(self) -> float:
+        """Seconds since the window was opened, without waiting for the device."""
+        return 0.0 if self._start_s is None else self._clock.now() - self._start_s
+
     def close(self) -> float | None:
         """Seconds of one step, or ``None`` if no whole step lies in the window."""
         if self._start_s is None or not self.num_steps:
@@ -58,15 +65,23 @@ class Alternation:
         seed: of the coin.
         window_steps: timed steps in a window, at least; it ends with an optimizer step.
         settle_steps: untimed steps after each switch.
+        min_window_s: seconds that a window lasts, at least.
     """
 
     def __init__(
-        self, clock: Clock, *, seed: int, window_steps: int = WINDOW_STEPS, settle_steps: int = SETTLE_STEPS
+        self,
+        clock: Clock,
+        *,
+        seed: int,
+        window_steps: int = WINDOW_STEPS,
+        settle_steps: int = SETTLE_STEPS,
+        min_window_s: float = MIN_WINDOW_S,
     ) -> None:
         self._coin = random.Random(seed)
         self._window = Window(clock)
         self._window_steps = window_steps
         self._settle_steps = settle_steps
+        self._min_window_s = min_window_s
         self._order: list[str] = []
         self._seconds: dict[str, float] = {}
         self._num_to_settle = 0
@@ -106,9 +121,10 @@ class Alternation:
                 self._window.open()
             return None
         self._window.step()
-        if not boundary or self._window.num_steps < self._window_steps:
+        long_enough = self._window.num_steps >= self._window_steps and self._window.open_s >= self._min_window_s
+        if not (boundary and long_enough):
             return None
-        seconds = self._window.close()
+        num_steps, seconds = self._window.num_steps, self._window.close()
         assert seconds is not None
         self._seconds[self._order.pop(0)] = seconds
         self._window.drop()
@@ -119,5 +135,5 @@ class Alternation:
             step=step,
             eager_s=self._seconds["eager"],
             compiled_s=self._seconds["compiled"],
-            num_passes=self._window_steps,
+            num_passes=num_steps,
         )

@@ -1,0 +1,84 @@
+"""The pair on a batch, or a void one that says why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from compile_profiler import host
+from compile_profiler.arms import Arm
+from compile_profiler.probe import Probe
+from compile_profiler.records import Memory, Sample
+from compile_profiler.sandbox import StateTooLargeError
+
+MAX_ERRORS = 3
+"""Pairs that may fail before measuring is given up: a third failure is no accident."""
+
+
+class Pairs:
+    """Takes pairs for as long as they can be had; an error in one never reaches the run.
+
+    Args:
+        probe: measures one pair.
+        eager: the arm that serves as the measure.
+        compiled: the arm that is measured.
+        compiled_something: whether anything was compiled since the pair began.
+        compares: whether to keep what the arms computed differently.
+    """
+
+    def __init__(
+        self, probe: Probe, *, eager: Arm, compiled: Arm, compiled_something: Callable[[], bool], compares: bool
+    ) -> None:
+        self._probe = probe
+        self._eager = eager
+        self._compiled = compiled
+        self._compiled_something = compiled_something
+        self._compares = compares
+        self._num_errors = 0
+        self.stopped = False
+
+    @property
+    def memory(self) -> Memory | None:
+        """Peak bytes of both arms, once they have been measured."""
+        return self._probe.memory
+
+    def take(self, call: tuple[tuple[Any, ...], dict[str, Any]], *, step: int, step_s: float | None) -> Sample:
+        """The pair on the batch that ``training_step`` was called with, and its x-axis number ``step``."""
+        args, kwargs = call
+        try:
+            sample = self._probe.measure(
+                self._eager,
+                self._compiled,
+                *args,
+                step=step,
+                step_s=step_s,
+                compiled_something=self._compiled_something,
+                **kwargs,
+            )
+        except Exception as error:
+            return Sample(step=step, eager_s=0.0, compiled_s=0.0, void=self._reason(error))
+        return sample if self._compares else replace(sample, drift=None)
+
+    def _reason(self, error: Exception) -> str:
+        """What to call a pair that failed; some failures mean that no pair can be had in this run."""
+        if isinstance(error, host.NoLossError):
+            return "no_loss"
+        if isinstance(error, StateTooLargeError):
+            self._stop(f"no pairs can be measured: {error}")
+            return "state_too_large"
+        if isinstance(error, torch.OutOfMemoryError):
+            self._stop("a pair ran out of memory; training goes on unmeasured.")
+            return "out_of_memory"
+        self._num_errors += 1
+        if self._num_errors == 1:
+            host.warn(f"a pair failed and is not used, the run is not affected: {host.first_line(error)}")
+        if self._num_errors == MAX_ERRORS:
+            self._stop(f"{MAX_ERRORS} pairs have failed; training goes on unmeasured.")
+        return "error"
+
+    def _stop(self, message: str) -> None:
+        host.warn(message)
+        self.stopped = True
