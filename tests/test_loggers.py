@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 
 from compile_profiler import CompileProfiler
-from compile_profiler.scalars import EVENTS_TAG, SCALARS, VERDICT_TAG
+from compile_profiler.scalars import CHARTS, EVENTS_TAG, SCALARS, VERDICT_TAG
 from runs import InMemoryLogger, Regression, sleepy, train
 
 TAGS = {scalar.tag for scalar in SCALARS}
@@ -86,3 +86,58 @@ def test_log_false_sends_nothing():
     train(Regression, [CompileProfiler(backend="eager", verbose=False, log=False)], logger=logger)
 
     assert not [row for _, row in logger.rows if TAGS & set(row)]
+
+
+def layouts(folder):
+    """The Custom Scalars layouts that TensorBoard reads in a folder, in order."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    found = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
+    return [layout_pb2.Layout.FromString(event.tensor_proto.string_val[0]) for event in found]
+
+
+def fitted_again(logger, module_class=Regression):
+    """A short fit that logs into the folder of ``logger``."""
+    again = pl.loggers.TensorBoardLogger(logger.save_dir, name=logger.name, version=logger.version)
+    profiler = CompileProfiler(backend="eager", fallback=False, verbose=False, pair_every_n_steps=1, warmup_steps=1)
+    train(module_class, [profiler], logger=again, max_steps=20)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_gets_a_layout_of_charts_once_for_a_folder(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = pl.loggers.TensorBoardLogger(tmp_path, version=0)
+    fitted_again(logger)
+    fitted_again(logger)
+    (layout,) = layouts(logger.log_dir)
+    (category,) = layout.category
+    logged = set(EventAccumulator(logger.log_dir).Reload().Tags()["scalars"])
+    margin = category.chart[0].margin.series[0]
+
+    assert category.title == "compile"
+    assert [chart.title for chart in category.chart] == [chart.title for chart in CHARTS]
+    assert (margin.value, margin.lower, margin.upper) == CHARTS[0].tags
+    assert {tag for chart in CHARTS for tag in chart.tags} <= logged
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_batch_end"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_layout_of_the_users_own_is_the_one_that_is_shown(tmp_path, hook):
+    """TensorBoard shows a run's last layout, so ours must not come after theirs, and may come before."""
+
+    class HasLayout(Regression):
+        pass
+
+    def add(module, *args, **kwargs):
+        if not getattr(module, "done", False):
+            module.done = True
+            module.logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["loss"]]}})
+
+    setattr(HasLayout, hook, add)
+    logger = pl.loggers.TensorBoardLogger(tmp_path, version=0)
+    fitted_again(logger, HasLayout)
+
+    assert layouts(logger.log_dir)[-1].category[0].title == "mine"

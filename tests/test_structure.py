@@ -46,6 +46,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
     "export": ({"records", "scalars", "render", "host"}, set()),
+    "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
+    "comparison": ({"records", "render"}, {"rich"}),
+    "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
+    "doctor": ({"advice", "observe"}, {"torch"}),
+    "cli": ({"render", "runs_on_disk", "comparison", "page", "doctor"}, {"click", "rich"}),
+    "__main__": ({"cli"}, set()),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
     "pairs": ({"records", "sandbox", "arms", "host", "probe"}, {"torch"}),
@@ -112,7 +118,8 @@ def complaints(module: str, source: str) -> list[str]:
             found.append(f"{module} imports {name}")
     if module not in DYNAMO_DOORS:
         found += [f"{module} touches {name}" for name in sorted(touched(tree))]
-    found += [f"{module} runs line {node.lineno} at import" for node in runs_at_import(tree.body)]
+    if module != "__main__":  # which is run, not imported
+        found += [f"{module} runs line {node.lineno} at import" for node in runs_at_import(tree.body)]
     return found
 
 
@@ -165,7 +172,7 @@ def test_the_docs_show_every_room_in_this_order():
 
     rooms = re.findall(r"^\| `(\w+)\.py` \|", docs, flags=re.MULTILINE)
 
-    assert rooms == [module for module in ALLOWED if module != "__init__"]
+    assert rooms == [module for module in ALLOWED if not module.startswith("__")]
 
 
 def test_importing_the_package_changes_nothing():

@@ -8,7 +8,7 @@ from pathlib import Path
 from compile_profiler import host
 from compile_profiler.records import Report
 from compile_profiler.render import events_markdown, verdict_markdown
-from compile_profiler.scalars import EVENTS_TAG, VERDICT_TAG, scalars
+from compile_profiler.scalars import EVENTS_TAG, VERDICT_TAG, layout, scalars
 
 FILE_NAME = "compile_profile.json"
 
@@ -27,6 +27,7 @@ class Export:
         self._trainer = trainer
         self._file = directory / FILE_NAME
         self._logs = log and bool(trainer.loggers) and not trainer.barebones
+        self._laid_out = False
         self._verbose = verbose and trainer.is_global_zero
         self._writes = bool(trainer.is_global_zero)
 
@@ -35,6 +36,9 @@ class Export:
         if not self._logs:
             return
         try:
+            if not self._laid_out:
+                host.log_layout(self._trainer, layout())
+                self._laid_out = True
             host.log_scalars(self._trainer, scalars(report), step)
             host.log_text(self._trainer, VERDICT_TAG, verdict_markdown(report), step)
             host.log_text(self._trainer, EVENTS_TAG, events_markdown(report), step)

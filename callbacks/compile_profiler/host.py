@@ -10,9 +10,11 @@ import copy
 import functools
 import importlib
 import inspect
+import mmap
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,6 +119,34 @@ def log_text(trainer: Trainer, tag: str, text: str, step: int) -> None:
         experiment: Any = getattr(logger, "experiment", None)
         if callable(getattr(type(experiment), "add_text", None)):  # of the class: a dummy has every attribute
             experiment.add_text(tag, text, step)
+
+
+def log_layout(trainer: Trainer, layout: Mapping[str, Any]) -> None:
+    """Lay out charts where a logger can, in TensorBoard's Custom Scalars, unless its folder has a layout already."""
+    for logger in trainer.loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if callable(getattr(type(experiment), "add_custom_scalars", None)):
+            experiment.flush()
+            if not _may_have_layout(Path(logger.log_dir)):
+                experiment.add_custom_scalars(layout)
+
+
+def _may_have_layout(folder: Path) -> bool:
+    """Whether an event file in ``folder`` holds a layout, or nobody can say: of two layouts TensorBoard shows the last.
+
+    Writers keep no account of what they wrote. The search is for bytes because parsing the file of a long run that is
+    resumed would take minutes.
+    """
+    try:
+        files = [file for file in folder.glob("*tfevents*") if file.stat().st_size]
+        return not files or any(_holds(file, b"custom_scalars__config__") for file in files)
+    except OSError:
+        return True
+
+
+def _holds(file: Path, mark: bytes) -> bool:
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(mark) >= 0
 
 
 def environment(trainer: Trainer) -> Environment:

@@ -23,6 +23,7 @@ MAX_TEXT = 240  # characters of one cell: guards and configurations can be pages
 MAX_VALUE = 28  # columns of a value in the table; a longer one would squeeze the other columns out
 MAX_EVENTS_IN_TABLE = 3  # the table is read at a glance
 MAX_EVENTS_IN_MARKDOWN = 50  # the page is scrolled; the JSON file has them all
+EVENT_HEADER = ("kind", "where", "function", "owner", "cause", "count", "seconds", "first seen", "detail")
 STYLES = {"compiled": "green", "eager": "yellow", "undecided": "cyan"}
 
 
@@ -36,7 +37,7 @@ def table(report: Report) -> Table:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(no_wrap=True, max_width=MAX_VALUE)
     grid.add_column(overflow="fold")
-    for index, row in enumerate([*_rows(report), *_event_rows(report.compiles.events)]):
+    for index, row in enumerate([*figures(report), *_event_rows(report.compiles.events)]):
         # Text, not str: a name such as "[red]" is shown, not obeyed as rich markup.
         what, value, basis = (Text(one_line(cell)) for cell in row)
         if index == 0:
@@ -47,11 +48,16 @@ def table(report: Report) -> Table:
 
 def print_table(report: Report, file: IO[str] | None = None) -> None:
     """Print ``table(report)`` to ``file`` or standard output: in colour on a terminal, as plain text elsewhere."""
+    print_grid(table(report), file)
+
+
+def print_grid(grid: Table, file: IO[str] | None = None) -> None:
+    """Print any table of ours like ``print_table``."""
     console = Console(file=file)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     with console.capture() as captured:
-        console.print(table(report))
+        console.print(grid)
     # A log file in an older encoding has no en dash, and rich would raise there.
     console.file.write(captured.get().encode(console.encoding, "replace").decode(console.encoding))
     console.file.flush()
@@ -63,7 +69,7 @@ def verdict_markdown(report: Report) -> str:
     >>> print(verdict_markdown(Report()).splitlines()[0])
     ### undecided: pending
     """
-    (_, verdict, message), *rows = _rows(report)
+    (_, verdict, message), *rows = figures(report)
     return f"### {escape(verdict)}\n\n{escape(message)}\n\n" + _markdown(("figure", "value", "rests on"), rows)
 
 
@@ -76,7 +82,18 @@ def events_markdown(report: Report) -> str:
     events = report.compiles.events
     if not events:
         return "The compiler has not done anything yet."
-    header = ("kind", "where", "function", "owner", "cause", "count", "seconds", "first seen", "detail")
+    rows = event_cells(events)[:MAX_EVENTS_IN_MARKDOWN]
+    left_out = len(events) - len(rows)
+    note = f"\n\n{count(left_out, 'more place')} in `compile_profile.json`." if left_out else ""
+    return _markdown(EVENT_HEADER, rows) + note
+
+
+def event_cells(events: Iterable[Event]) -> list[list[str]]:
+    """A row under ``EVENT_HEADER`` for each event; what can be acted on comes before plain graphs.
+
+    >>> event_cells([Event(step=3, epoch=0, stage="train", kind="graph", seconds=17.0)])[0][5:8]
+    ['1', '17.0 s', 'train, step 3']
+    """
     rows = [
         (
             event.kind,
@@ -89,15 +106,17 @@ def events_markdown(report: Report) -> str:
             f"{event.stage}, step {event.step:,}",
             _joined(event.detail, event.hint, by="; "),
         )
-        for event in _by_use(events)[:MAX_EVENTS_IN_MARKDOWN]
+        for event in _by_use(events)
     ]
-    left_out = len(events) - len(rows)
-    note = f"\n\n{count(left_out, 'more place')} in `compile_profile.json`." if left_out else ""
-    return _markdown(header, [[cell or UNKNOWN for cell in row] for row in rows]) + note
+    return [[cell or UNKNOWN for cell in row] for row in rows]
 
 
-def _rows(report: Report) -> list[Row]:
-    """Every figure of the faces, once; the verdict comes first."""
+def figures(report: Report) -> list[Row]:
+    """Every figure of the faces, once; the verdict comes first.
+
+    >>> figures(Report())[0]
+    ('verdict', 'undecided: pending', 'No decision yet.')
+    """
     verdict, time, memory = report.verdict, report.time, report.memory
     eager_time, eager_peak = known(time.eager_s, seconds), known(memory.eager_peak_bytes, size)
     at = "" if verdict.decision == "undecided" else f"step {verdict.step:,}: "
@@ -140,13 +159,13 @@ def _speedup_basis(speedup: Speedup) -> str:
     void = _joined(*(f"{number:,} {reason}" for reason, number in speedup.void.items()))
     reasons = f" ({void})" if void else ""
     return _joined(
-        _interval(speedup.low, speedup.high), count(speedup.num_pairs, "pair"), f"{speedup.num_void:,} void{reasons}"
+        interval(speedup.low, speedup.high), count(speedup.num_pairs, "pair"), f"{speedup.num_void:,} void{reasons}"
     )
 
 
 def _end_to_end_basis(end_to_end: EndToEnd) -> str:
     return _joined(
-        _interval(end_to_end.low, end_to_end.high),
+        interval(end_to_end.low, end_to_end.high),
         _told("by {}", end_to_end.method),
         _told("{} a step", end_to_end.step_s, seconds),
         _told("{:.0%} of it compute", end_to_end.compute_share),
@@ -192,7 +211,12 @@ def _environment_basis(environment: Environment) -> str:
     )
 
 
-def _interval(low: float | None, high: float | None) -> str | None:
+def interval(low: float | None, high: float | None) -> str | None:
+    """Both ends of an interval, ``None`` where it is not known.
+
+    >>> interval(1.25, 1.4)
+    '1.25x to 1.40x'
+    """
     return None if low is None or high is None else f"{ratio(low)} to {ratio(high)}"
 
 

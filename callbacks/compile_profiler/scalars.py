@@ -1,9 +1,10 @@
-"""The one list of logged tags: the unit of each, its meaning, where it is read off the report."""
+"""The one list of logged tags: the unit of each, its meaning, where it is read off the report, its chart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from compile_profiler.records import Report
 
@@ -61,6 +62,41 @@ SCALARS = (
     Scalar("compile/peak_mb/compiled", _MIB, "the same, compiled pass", lambda r: _mib(r.memory.compiled_peak_bytes)),
     Scalar("compile/active", "flag", "1 compiled or undecided, 0 eager", lambda r: r.verdict.decision != "eager"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves that are read together.
+
+    Attributes:
+        title: what the chart shows, with the unit where there is one.
+        tags: its curves.
+        band: whether the second and third curve are the lower and upper end of the first one's band.
+    """
+
+    title: str
+    tags: tuple[str, ...]
+    band: bool = False
+
+
+CHARTS = (
+    Chart("speedup of a pass", ("compile/speedup", "compile/speedup_low", "compile/speedup_high"), band=True),
+    Chart("time of a pass, ms", ("compile/step_ms/eager", "compile/step_ms/compiled")),
+    Chart("net time saved, s", ("compile/saved_s",)),
+    Chart("recompiles and graph breaks", ("compile/recompiles", "compile/graph_breaks")),
+    Chart(
+        "drift and its noise floor", ("compile/drift/grad_rel", "compile/drift/loss_rel", "compile/drift/noise_floor")
+    ),
+)
+
+
+def layout() -> dict[str, dict[str, list[Any]]]:
+    """``CHARTS`` as ``SummaryWriter.add_custom_scalars`` takes them.
+
+    >>> layout()["compile"]["net time saved, s"]
+    ['Multiline', ['compile/saved_s']]
+    """
+    return {"compile": {chart.title: ["Margin" if chart.band else "Multiline", list(chart.tags)] for chart in CHARTS}}
 
 
 def scalars(report: Report) -> dict[str, float]:
