@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch._dynamo
+from lightning_utilities.core import rank_zero
 from torch import nn
 
 import compile_cases as cases
@@ -40,7 +41,7 @@ class Lines(logging.Handler):
 @pytest.fixture
 def console(monkeypatch):
     lines = Lines()
-    logger = logging.getLogger("lightning.pytorch")
+    logger = rank_zero.log  # of whichever of the two packages was imported last
     level = logger.level
     monkeypatch.setattr(logger, "handlers", [lines])
     logger.setLevel(logging.INFO)
