@@ -117,6 +117,7 @@ class Copies(Regression):
         self.make("hook", batch_idx)
 
 
+@pytest.mark.filterwarnings("ignore:CompileProfiler.* torch stops compiling it")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("target", ["step", "forward", ["net"]])
 @pytest.mark.parametrize("where", ["step", "hook"])
@@ -166,6 +167,7 @@ def own_backend(calls):
     return backend
 
 
+@pytest.mark.filterwarnings("ignore:CompileProfiler.* torch stops compiling it")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 @pytest.mark.parametrize("target", ["step", "forward", ["head"]])
 @pytest.mark.parametrize("way", ["module", "submodule", "wrapper"])

@@ -51,7 +51,7 @@ def test_fits_that_take_turns_are_timed_apart():
     steps_s = common.interleaved({"slow": lambda t: fit("slow", 0.005, t), "quick": lambda t: fit("quick", 0.001, t)})
 
     extra_s = min(steps_s["slow"]) - min(steps_s["quick"])
-    assert extra_s == pytest.approx(0.004, rel=0.25)
+    assert 0.003 < extra_s < 0.02
     assert order == [name for _ in range(3) for name in ("slow", "quick") for _ in range(common.BLOCK_STEPS)]
 
 

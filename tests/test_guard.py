@@ -159,6 +159,7 @@ def test_a_backward_that_fails_half_way_adds_no_gradient_twice(at):
     assert differences(plain, failed) == []
 
 
+@pytest.mark.filterwarnings("ignore:CompileProfiler.* torch stops compiling it")
 def test_a_buffer_that_changes_its_size_after_learning_is_no_trouble():
     class Growing(Regression):
         def __init__(self):

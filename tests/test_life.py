@@ -306,6 +306,7 @@ class Stops(pl.Callback):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_run_ends_clean_with_its_report(name):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     torch.manual_seed(7)
     module, profiler = Regression(), CompileProfiler(**KEPT)
     try:

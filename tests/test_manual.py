@@ -374,7 +374,7 @@ def test_a_backend_that_sleeps_is_called_no_gain_and_the_run_ends_in_eager():
     report = profiler.report
 
     assert (report.verdict.decision, report.verdict.reason) == ("eager", "no_gain")
-    assert report.time.compiled_s - report.time.eager_s == pytest.approx(0.003, rel=0.2)
+    assert 0.0025 < report.time.compiled_s - report.time.eager_s < 0.02
     assert not {"training_step", "log", "_compiled_call_impl"} & set(vars(module))
 
 
@@ -399,7 +399,7 @@ def test_a_planted_gain_is_kept():
     report = profiler.report
 
     assert (report.verdict.decision, report.verdict.reason) == ("compiled", "gain")
-    assert report.speedup.median == pytest.approx(0.02 / 0.008, rel=0.15)
+    assert 1.5 < report.speedup.median < 1.1 * 0.02 / 0.008
 
 
 def test_wrong_gradients_of_a_compiled_network_are_drift_although_the_step_zeroes_them():

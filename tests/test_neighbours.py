@@ -358,6 +358,7 @@ class Hooks(pl.Callback):
             self.watch(pl_module)
 
 
+@pytest.mark.filterwarnings("ignore:CompileProfiler.* torch stops compiling it")
 @pytest.mark.parametrize("when", ["before", "in mid-fit"])
 @pytest.mark.filterwarnings("ignore:.*(backward hook|Backward hook|is not a leaf|torch.compile).*")
 def test_hooks_of_others_are_called_for_real_steps_only(when):
@@ -412,6 +413,7 @@ class HooksInTheStep(Regression):
         return loss
 
 
+@pytest.mark.filterwarnings("ignore:CompileProfiler.* torch stops compiling it")
 @pytest.mark.filterwarnings("ignore:.*(is not a leaf|torch.compile).*")
 def test_a_hook_registered_in_the_step_writes_in_pairs_too():
     """The row of docs/limits.md: the run is the same, the hook's own list is longer."""

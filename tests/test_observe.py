@@ -26,6 +26,7 @@ from runs import Regression, train
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
+    pytest.mark.filterwarnings("ignore:CompileProfiler.* torch stops compiling it"),  # tests/test_explain.py has these
 ]
 
 FILE = cases.__file__

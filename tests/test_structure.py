@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "scalars": ({"records"}, set()),
     "drift": ({"records"}, {"torch"}),
     "advice": (set(), set()),
+    "notices": ({"records"}, set()),
     "ledger": ({"records", "stats", "verdict"}, set()),
     "checkpoint": ({"records"}, {"torch"}),
     # measuring, compiling, observing: a torch module is all they know
@@ -37,6 +38,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
     "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
+    "targets": ({"arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
@@ -57,7 +59,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "pairs": ({"records", "sandbox", "arms", "host", "probe"}, {"torch"}),
     "session": (
         {"records", "verdict", "drift", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "guard"}
-        | {"observe", "host", "probe", "export", "arguments", "pairs"},
+        | {"observe", "host", "probe", "export", "arguments", "pairs", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host

@@ -25,7 +25,7 @@ def pairs(*ratios, drift=None, void=None, shape="32"):
     ]
 
 
-def judged(samples, compiles=COMPILED, *, limits=None, num_compiled_steps=60):
+def judged(samples, compiles=COMPILED, *, limits=None, num_compiled_steps=60, **explained):
     return judge(
         samples,
         compiles,
@@ -34,6 +34,7 @@ def judged(samples, compiles=COMPILED, *, limits=None, num_compiled_steps=60):
         config={"mode": "default"},
         num_compiled_steps=num_compiled_steps,
         num_steps_seen=60,
+        **explained,
     )
 
 
@@ -136,6 +137,26 @@ def test_a_compiler_that_made_no_graph_is_left_alone():
     assert judged([], Compiles(), num_compiled_steps=0).reason == "pending"
 
 
+def test_where_nothing_was_compiled_the_line_and_other_targets_are_named():
+    """Also where only helpers were; the events alone do not say that they were no more than that."""
+    skip = Event(step=0, epoch=0, stage="train", kind="skipped_frame", file="/my/train.py", line=34)
+    helpers = Compiles(graphs=1, eager_frames=1, events=(skip,))
+
+    assert judged(
+        [], Compiles(eager_frames=1, events=(skip,)), num_compiled_steps=1, other_targets=["a", "b"]
+    ).message == (
+        "The compiler made no graph in 1 step, because of train.py:34, try a or b; training goes on in eager."
+    )
+    assert judged([], Compiles(), never_ran=True).message == (
+        "The compiler made no graph in 60 steps, because the step does not call the target; training goes on in eager."
+    )
+    assert judged([], helpers, left_out=skip).message == (
+        "The target was left in eager and only helpers that it calls were compiled, because of train.py:34; "
+        "training goes on in eager."
+    )
+    assert judged([], helpers).reason == "pending"
+
+
 def test_the_recompile_limit_ends_in_eager_and_names_the_function():
     """The function is that of the hit in training, not one of validation."""
     hits = tuple(
@@ -146,12 +167,25 @@ def test_the_recompile_limit_ends_in_eager_and_names_the_function():
             ("train", "limit_hit", "training_step"),
         ]
     )
+    why = Event(
+        step=1,
+        epoch=0,
+        stage="train",
+        kind="recompile",
+        function="training_step",
+        hint="self.n changes. Keep it as a tensor: self.register_buffer('n', torch.tensor(0)), changed in place.",
+    )
     hit = Compiles(graphs=8, limit_hits=1, events=hits)
     message = (
-        "The recompile limit was reached in training_step, so that code is no longer compiled; "
+        "The recompile limit was reached in training_step at step 9, so that code is no longer compiled; "
         "training goes on in eager."
     )
+    explained = message.replace(
+        "compiled;",
+        "compiled (self.n changes; keep it as a tensor: self.register_buffer('n', torch.tensor(0)), changed in place);",
+    )
     assert said(pairs(*FASTER), hit) == ("eager", "recompile_limit", message)
+    assert said(pairs(*FASTER), dataclasses.replace(hit, events=(why, *hits)))[2] == explained
     assert "reached, so" in said(pairs(*FASTER), Compiles(graphs=8, limit_hits=1))[2]
 
 

@@ -81,9 +81,9 @@ def test_a_planted_gain_is_found_in_real_steps_and_kept(monkeypatch):
 
     assert (report.verdict.decision, report.verdict.reason) == ("compiled", "gain")
     assert report.end_to_end.method == "windows"
-    assert report.end_to_end.speedup == pytest.approx(LONG_S / SHORT_S, rel=0.15)
+    assert 1.5 < report.end_to_end.speedup < 1.2 * LONG_S / SHORT_S
     assert report.end_to_end.low > 1
-    assert report.speedup.median == pytest.approx(LONG_S / SHORT_S, rel=0.1)
+    assert 1.5 < report.speedup.median < 1.1 * LONG_S / SHORT_S
 
 
 def test_a_planted_loss_ends_in_eager_by_windows_alone(monkeypatch):

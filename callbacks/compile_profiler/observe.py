@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from compile_profiler.places import Place, calling_place, innermost, places_in, 
 from compile_profiler.records import Compiles, Event, Kind, Stage
 
 MAX_DETAIL = 300
+WARN_BEFORE_LIMIT = 2
+"""So many graphs before torch's limit a function that keeps recompiling is told: late enough for a few that are healthy
+to have settled, early enough to act."""
 
 
 def disabled() -> str | None:
@@ -39,11 +43,34 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir_utils.default_cache_dir())
 
 
+def _recompile_limit() -> int | None:
+    """Graphs that torch makes of one function before it leaves it in eager; ``None`` where that is not known."""
+    config = torch._dynamo.config
+    # The second is its name in older versions.
+    limit = getattr(config, "recompile_limit", None) or getattr(config, "cache_size_limit", None)
+    return int(limit) if limit else None
+
+
 class _Seen(NamedTuple):
     """A compilation record or a graph-break reason of torch, with the user's frame that had led to it."""
 
     what: Any
     caller: Place | None
+
+
+class News(NamedTuple):
+    """What one look has found.
+
+    Attributes:
+        events: what the compiler did, in order.
+        near_limit: functions that are close to torch's recompile limit for the first time: their last recompile, the
+            graphs that they have, the limit.
+        compile_s: wall seconds of compiling.
+    """
+
+    events: tuple[Event, ...] = ()
+    near_limit: tuple[tuple[Event, int, int], ...] = ()
+    compile_s: float = 0.0
 
 
 class Observer:
@@ -63,9 +90,19 @@ class Observer:
       torch's own break counter does not have them.
     * ``limit_hit``: functions that are in eager from now on because they were recompiled too often.
     * ``cudagraph_skip``: graphs that run without the CUDA graph asked for.
+
+    ``news`` is what the last look that found anything has found. ``own_functions`` are file and name of the functions
+    that were to be compiled, as distinct from what they call.
     """
 
     def __init__(self) -> None:
+        self.news = News()
+        self.own_functions: frozenset[tuple[str, str]] = frozenset()
+        self._own_skip: Event | None = None
+        self._own_graph = False  # of one of those functions, or with parameters in it
+        self._told_places: set[tuple[Any, ...]] = set()
+        self._began_s: float | None = None
+        self._compile_s = 0.0
         self._began = False
         self._broken_off = False
         self._caller: Place | None = None
@@ -102,11 +139,15 @@ class Observer:
         self._collect()
         self._caller = calling_place()
         self._began = True
+        self._began_s = time.perf_counter()
         self._broken_off = False
 
     def _on_end(self, *_args: Any) -> None:
         # torch calls this from a ``finally``: an error on its way out is one of compiling.
         self._broken_off = sys.exc_info()[1] is not None
+        if self._began_s is not None:
+            self._compile_s += time.perf_counter() - self._began_s
+            self._began_s = None
         self._collect()
 
     def _collect(self) -> None:
@@ -134,6 +175,7 @@ class Observer:
         self._began = False
         self._records.clear()
         self._reasons.clear()
+        self._compile_s = 0.0
         self._num_graphs = self._counter("stats", "unique_graphs")
         self._num_cudagraph_skips = self._counter("inductor", "cudagraph_skips")
 
@@ -157,11 +199,19 @@ class Observer:
             return False
         here: dict[str, Any] = {"stage": stage, "step": step, "epoch": epoch}
         num_graphs = 0
+        found: list[Event] = []
+        near_limit: list[tuple[Event, int, int]] = []
         for seen in self._records:
             self._remember(seen)
             num_graphs += _has_graph(seen.what)
-            for event in self._events_of(seen.what, here):
+            events = list(self._events_of(seen.what, here))
+            for event in events:
                 self._add(event)
+            near_limit += self._near_limit(seen.what, events)
+            if stage == "train":
+                self._follow_own(seen.what, events)
+            found += events
+        self.news = News(tuple(found), tuple(near_limit), self._compile_s)
         for seen in self._reasons:
             self._add_break(seen, here)
         # A counter that has been cleared in between counts too little, a ring that is too small records too little.
@@ -173,6 +223,34 @@ class Observer:
             self._add(Event(**here, kind="cudagraph_skip", cause="other", detail=text, count=skips))
         self._forget()
         return True
+
+    @property
+    def left_out(self) -> Event | None:
+        """Where the target's own function was left in eager as a whole, if what was compiled is helpers alone.
+
+        Helpers are functions that it calls and whose graphs hold no parameter of the module, such as a loss; a
+        compiled part of the network may well be worth having. ``None`` also where torch's records do not tell.
+        """
+        return None if self._own_graph else self._own_skip
+
+    def _follow_own(self, record: Any, events: Sequence[Event]) -> None:
+        """Note whether this record says that the target's own function was compiled, or was left out."""
+        name = written_name(getattr(record, "co_name", None) or "")
+        own = (getattr(record, "co_filename", None), name) in self.own_functions
+        if own and self._own_skip is None:
+            self._own_skip = next((event for event in events if event.kind == "skipped_frame"), None)
+        self._own_graph |= _has_graph(record) and (own or _may_hold_parameters(record))
+
+    def _near_limit(self, record: Any, events: Sequence[Event]) -> Iterator[tuple[Event, int, int]]:
+        """The recompile in ``events`` if it brings its function close to the limit, once for each place."""
+        before, limit = getattr(record, "cache_size", None), _recompile_limit()
+        if before is None or limit is None or getattr(record, "fail_type", None) is not None:
+            return
+        for event in events:
+            place = (event.file, event.line, event.function)
+            if event.kind == "recompile" and before + 1 + WARN_BEFORE_LIMIT >= limit and place not in self._told_places:
+                self._told_places.add(place)
+                yield event, before + 1, limit
 
     def compiles(self) -> Compiles:
         """Counts and events so far."""
@@ -284,6 +362,13 @@ def _is_of_frame(record: Any) -> bool:
 def _has_graph(record: Any) -> bool:
     compiled = _is_of_frame(record) and getattr(record, "fail_type", None) is None
     return compiled and bool(getattr(record, "graph_op_count", None))
+
+
+def _may_hold_parameters(record: Any) -> bool:
+    """Whether a graph reads parameters; yes where torch does not count them."""
+    config = torch._dynamo.config
+    counted = all(getattr(config, name, False) for name in ("log_compilation_metrics", "inline_inbuilt_nn_modules"))
+    return not counted or bool(getattr(record, "param_count", 1))  # the field is None where there are none
 
 
 def _function_number(record: Any) -> str:

@@ -154,6 +154,11 @@ class Probe:
             drift=drift,
         )
 
+    def rehearse(self, arm: Arm, *args: Any, **kwargs: Any) -> None:
+        """Run one pass of one arm on the batch in ``args``, untimed, and put everything back."""
+        with self._kept(args, kwargs):
+            self._one_pass(arm, self._parameters, _leave, *args, **kwargs)
+
     def _passes_for(self, *drafts_s: float) -> int:
         """Passes that make the quicker arm's block long enough and the slower one's not too long."""
         num_passes = passes_for(min(drafts_s), min_block_s=MIN_BLOCK_S, max_block_s=MAX_BLOCK_S)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from compile_profiler import checkpoint, host, observe
+from compile_profiler import checkpoint, host, observe, targets
 from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
@@ -18,9 +19,10 @@ from compile_profiler.drift import tolerance_for, unit_roundoff_for
 from compile_profiler.export import Export
 from compile_profiler.guard import Guard
 from compile_profiler.ledger import Ledger
+from compile_profiler.notices import long_compile, near_limit
 from compile_profiler.pairs import Pairs
 from compile_profiler.probe import Probe, module_dtype
-from compile_profiler.records import Reason, Report, Sample, Verdict
+from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
 from compile_profiler.verdict import judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
@@ -60,10 +62,13 @@ class Session:
         windows = settings.end_to_end == "windows" and settings.limits.max_pairs
         self._alternation = Alternation(self._clock, seed=settings.seed) if windows else None
         self._guards: dict[str, Guard] = {}
-        # The three below exist while the run is compiled; without pairs it is compiled and not measured.
+        # The four below exist while the run is compiled; without pairs it is compiled and not measured.
         self._door: host.StepDoor | None = None
         self._arm: CompiledArm | None = None
+        self._probe: Probe | None = None
         self._pairs: Pairs | None = None
+        self._other_targets: list[str] | None = None  # looked for where nothing was compiled
+        self._never_ran = False
         self._step = 0
         self._step_began_s = 0.0
         self._num_clean = 0
@@ -104,9 +109,13 @@ class Session:
         self._door = host.StepDoor(self._trainer, self._module, overwrites_gradients=overwrites)
         self._guards = {hook: Guard(self._module, arm, self._on_failure, self._door.own_steps) for hook in hooks}
         self._door.open(self._guards)
-        self._pairs = self._new_pairs(self._door) if self._settings.limits.max_pairs else None
+        self._probe = self._new_probe(self._door)
+        self._pairs = self._new_pairs(self._probe) if self._settings.limits.max_pairs else None
+        self._observer.own_functions = targets.own_functions(self._module, target, hooks)
         self._observer.start()
         self._observer.skip()
+        names = ", ".join(arm.compiled_names or hooks)
+        self._export.tell(f"compiling {names or 'forward'} in the first steps; this can take a minute.")
         return None
 
     def _go_on_from(self, data: Any) -> bool:
@@ -131,7 +140,7 @@ class Session:
         host.warn(f"{message}; training goes on as without the callback.")
         self._conclude(Verdict(decision="eager", reason=reason, message=f"{message}.", config=self._config))
 
-    def _new_pairs(self, door: host.StepDoor) -> Pairs:
+    def _new_probe(self, door: host.StepDoor) -> Probe:
         settings = self._settings
         tolerance, roundoff = settings.drift_tolerance, None
         if tolerance is None:
@@ -140,7 +149,7 @@ class Session:
             with contextlib.suppress(ValueError):  # a dtype of which no limit is known: drift is shown, not judged
                 tolerance = tolerance_for(dtype, autocast_dtype=autocast, tf32=tf32)
                 roundoff = unit_roundoff_for(dtype, autocast_dtype=autocast, tf32=tf32)
-        probe = Probe(
+        return Probe(
             self._module,
             one_pass=door.one_pass,
             quiet=door.quiet,
@@ -154,12 +163,14 @@ class Session:
             plain_pass=door.plain_pass if settings.drift_reference else None,
             seed=settings.seed,
         )
+
+    def _new_pairs(self, probe: Probe) -> Pairs:
         return Pairs(
             probe,
             eager=EagerArm(self._module),
             compiled=self._guards["training_step"],
             compiled_something=self._observer.compiling,
-            compares=settings.limits.drift != "off",
+            compares=self._settings.limits.drift != "off",
         )
 
     def finish(self) -> Report:
@@ -177,7 +188,7 @@ class Session:
             self._door.close()
         if self._arm is not None:
             self._arm.release()
-        self._door = self._arm = self._pairs = None
+        self._door = self._arm = self._probe = self._pairs = None
 
     # -- the training loop -------------------------------------------------------------------------------------------
 
@@ -205,8 +216,20 @@ class Session:
             self._window.drop()
         self._ledger.own_s += time.perf_counter() - began_s
 
+    def _look(self, stage: Stage) -> bool:
+        """Take what was compiled as events of ``stage``, say what cannot wait; whether there was anything."""
+        if not self._observer.poll(stage, step=self._step, epoch=self._trainer.current_epoch):
+            return False
+        news = self._observer.news
+        for finding in news.near_limit:
+            host.warn(near_limit(*finding))
+        line = long_compile(news.events, news.compile_s)
+        if line is not None:
+            self._export.tell(line)
+        return True
+
     def _account(self, seconds: float) -> None:
-        compiling = self._observer.poll("train", step=self._step, epoch=self._trainer.current_epoch)
+        compiling = self._look("train")
         compiled = self._alternation is None or self._alternation.arm == "compiled"
         boundary = self._door is not None and self._door.at_boundary()
         self._ledger.add_step(self._step, seconds, compiled=compiled, compiling=compiling)
@@ -245,8 +268,7 @@ class Session:
     def on_validation_step_end(self) -> None:
         """After a batch of validation or the sanity check."""
         if self._door is not None:
-            stage = host.stage_of(self._trainer)
-            self._news |= self._observer.poll(stage, step=self._step, epoch=self._trainer.current_epoch)
+            self._news |= self._look(host.stage_of(self._trainer))
 
     def on_disturbance(self) -> None:
         """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
@@ -303,7 +325,7 @@ class Session:
         sample = self._pairs.take(self._door.last_call, step=self._step, step_s=step_s)
         if self._pairs.memory is not None:
             self._ledger.memory = self._pairs.memory
-        self._observer.poll("probe", step=self._step, epoch=self._trainer.current_epoch)
+        self._look("probe")
         self._num_since_pair = 0
         self._news = True
         self._window.drop(settle_steps=SETTLE_STEPS)
@@ -314,9 +336,12 @@ class Session:
 
     def _decide(self) -> None:
         self._news = False
+        compiles, left_out = self._observer.compiles(), self._observer.left_out
+        if self._ledger.num_compiled_steps and (not compiles.graphs or left_out is not None):
+            self._find_other_targets()
         verdict = judge(
             self._ledger.asked_samples,
-            self._observer.compiles(),
+            compiles,
             limits=self._settings.limits,
             step=self._step,
             config=self._config,
@@ -324,6 +349,9 @@ class Session:
             num_steps_seen=self._ledger.num_steps,
             num_recent_compiling=self._ledger.num_recent_compiling,
             evidence=self._ledger.asked_windows if self._alternation is not None else None,
+            left_out=left_out,
+            never_ran=self._never_ran,
+            other_targets=self._other_targets or (),
         )
         if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
             self._conclude(verdict)
@@ -331,6 +359,20 @@ class Session:
         elif verdict.decision == "undecided":
             self._verdict = verdict
         self._unlogged = True
+
+    def _find_other_targets(self) -> None:
+        """Once, where nothing was compiled: see in one eager pass, which leaves no trace, what the step calls."""
+        call = None if self._door is None else self._door.last_call
+        if self._other_targets is not None or self._probe is None or call is None or profiler_is_on():
+            return
+        self._other_targets = []
+        args, kwargs = call
+        with contextlib.suppress(Exception):  # a step that cannot be run twice: no advice then
+            run = functools.partial(self._probe.rehearse, EagerArm(self._module), *args, **kwargs)
+            target = host.target_for(self._module, self._settings.target)
+            names = targets.called(self._module, run)
+            self._never_ran = targets.never_ran(self._module, target, names)
+            self._other_targets = targets.other_targets(self._module, target, names)
 
     def _conclude(self, verdict: Verdict) -> None:
         """Act on a verdict: the one place where the active arm changes."""
@@ -342,11 +384,11 @@ class Session:
 
     def _on_failure(self, error: Exception) -> None:
         """A compiled step failed and its batch has been trained in eager: so is the rest of the run."""
-        step = host.x_axis(self._trainer)
+        self._step = step = host.x_axis(self._trainer)
         reason: Reason = "compile_error" if self._observer.failed(error) else "runtime_error"
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
-        self._observer.poll(host.stage_of(self._trainer), step=step, epoch=self._trainer.current_epoch)
+        self._look(host.stage_of(self._trainer))
         what_to_do = advice(error)
         message = f"{_FAILURES[reason]}: {host.first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
         host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from compile_profiler.records import Compiles, Decision, Drift, Reason, Sample, Speedup, Verdict
+from compile_profiler.records import Compiles, Decision, Drift, Event, Reason, Sample, Speedup, Verdict
 from compile_profiler.stats import NET_LOSSES, first_outcome, lost, speedup
 
 DriftPolicy = Literal["fallback", "warn", "off"]
@@ -64,6 +66,9 @@ def judge(
     num_steps_seen: int,
     num_recent_compiling: int = 0,
     evidence: Sequence[Sample] | None = None,
+    left_out: Event | None = None,
+    never_ran: bool = False,
+    other_targets: Sequence[str] = (),
 ) -> Verdict:
     """The verdict on everything seen since the question was opened; call it again after each pair.
 
@@ -84,6 +89,9 @@ def judge(
         num_steps_seen: training steps of either arm.
         num_recent_compiling: of the last ``RECENT_STEPS`` steps, those in which something was compiled.
         evidence: what the speed is judged on where it is not the pairs: windows of real steps.
+        left_out: where the target's own function was left in eager, if only helpers that it calls were compiled.
+        never_ran: whether the step is known not to call the target.
+        other_targets: what to try where nothing was compiled, as the user writes it.
 
     >>> faster = [Sample(step=n, eager_s=0.013, compiled_s=0.010) for n in range(8)]
     >>> verdict = judge(
@@ -95,7 +103,9 @@ def judge(
     decision, reason, message = (
         _not_finite(samples, limits)
         or _drifts(samples, limits)
-        or _nothing_compiled(compiles, num_compiled_steps, limits)
+        or _nothing_compiled(
+            compiles, num_compiled_steps, limits, left_out=left_out, never_ran=never_ran, other_targets=other_targets
+        )
         or _recompile_limit(compiles, limits)
         or _recompile_storm(compiles, num_recent_compiling, limits)
         or _speed(samples if evidence is None else evidence, limits, num_steps_seen)
@@ -156,19 +166,60 @@ def _drifts(samples: Sequence[Sample], limits: Limits) -> _Finding | None:
     )
 
 
-def _nothing_compiled(compiles: Compiles, num_compiled_steps: int, limits: Limits) -> _Finding | None:
-    if compiles.graphs or not num_compiled_steps:
+def _nothing_compiled(
+    compiles: Compiles,
+    num_compiled_steps: int,
+    limits: Limits,
+    *,
+    left_out: Event | None,
+    never_ran: bool,
+    other_targets: Sequence[str],
+) -> _Finding | None:
+    if not num_compiled_steps or (compiles.graphs and left_out is None):
         return None
-    return _against("nothing_compiled", f"The compiler made no graph in {num_compiled_steps} steps", limits)
+    skipped = [event for event in compiles.events if event.kind == "skipped_frame" and event.stage == "train"]
+    cause = left_out or next(iter(skipped), None)
+    if compiles.graphs:
+        finding = "The target was left in eager and only helpers that it calls were compiled"
+    else:
+        finding = f"The compiler made no graph in {num_compiled_steps} step" + "s" * (num_compiled_steps != 1)
+    if never_ran:
+        finding += ", because the step does not call the target"
+    elif cause is not None and cause.file:
+        finding += f", because of {Path(cause.file).name}:{cause.line}"
+    if other_targets:
+        finding += f", try {' or '.join(other_targets)}"
+    return _against("nothing_compiled", finding, limits)
 
 
 def _recompile_limit(compiles: Compiles, limits: Limits) -> _Finding | None:
     if not compiles.limit_hits:
         return None
-    hits = [event for event in compiles.events if event.kind == "limit_hit" and event.stage == "train"]
-    where = f" in {hits[0].function}" if hits and hits[0].function else ""
-    finding = f"The recompile limit was reached{where}, so that code is no longer compiled"
+    train = [event for event in compiles.events if event.stage == "train"]
+    hit = next((event for event in train if event.kind == "limit_hit"), None)
+    finding = "The recompile limit was reached"
+    if hit is not None:
+        finding += (f" in {hit.function}" if hit.function else "") + f" at step {hit.step}"
+    finding += ", so that code is no longer compiled"
+    # The last recompile before the hit, which says by its hint what has changed and what to write instead.
+    why = [event for event in train if event.kind == "recompile" and hit is not None and _at_one_place(event, hit)]
+    if why and (why[-1].hint or why[-1].detail):
+        finding += f" ({_in_one_sentence(why[-1].hint or why[-1].detail)})"
     return _against("recompile_limit", finding, limits)
+
+
+def _at_one_place(event: Event, other: Event) -> bool:
+    places = [(one.file, one.line, one.function, one.cause) for one in (event, other)]
+    return places[0] == places[1]
+
+
+def _in_one_sentence(text: str) -> str:
+    """Several sentences joined by semicolons.
+
+    >>> _in_one_sentence("self.n changes. Keep it as a tensor.")
+    'self.n changes; keep it as a tensor'
+    """
+    return re.sub(r"\. ([A-Z])(?=[a-z]* )", lambda match: f"; {match[1].lower()}", text).removesuffix(".")
 
 
 def _recompile_storm(compiles: Compiles, num_recent_compiling: int, limits: Limits) -> _Finding | None:

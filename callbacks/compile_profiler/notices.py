@@ -1,0 +1,65 @@
+"""What the user is told at once about compiling, each in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from compile_profiler.records import Event
+
+LONG_COMPILE_S = 5.0
+"""A step that compiles for longer than this looks like one that hangs: it is told."""
+
+
+def near_limit(event: Event, num_graphs: int, limit: int) -> str:
+    """The warning that torch is about to give up a function.
+
+    Args:
+        event: its last recompile.
+        num_graphs: graphs that it has now.
+        limit: graphs that torch makes of one function.
+
+    >>> counts = Event(step=5, epoch=0, stage="train", kind="recompile", function="training_step", file="/my/train.py",
+    ...     line=34, detail="self.n == 5", hint="self.n changes. Keep it as a tensor.")
+    >>> near_limit(counts, 6, 8)
+    'training_step (train.py:34) has 6 graphs; at 8 torch stops compiling it and it runs in eager. self.n changes. \
+Keep it as a tensor.'
+    """
+    what_to_do = event.hint or f"This changes from call to call: {event.detail}."
+    return (
+        f"{event.function or 'a function'}{_at(event)} has {num_graphs} graphs; at {limit} torch stops compiling it "
+        f"and it runs in eager. {what_to_do}"
+    )
+
+
+def long_compile(events: Sequence[Event], seconds: float) -> str | None:
+    """The line about a step that has compiled for so many ``seconds``, ``None`` where that was no wait.
+
+    Args:
+        events: what the compiler did in this step.
+        seconds: wall seconds of compiling, that of the backward pass included.
+
+    >>> first = Event(step=0, epoch=0, stage="train", kind="graph", function="training_step", seconds=20.0)
+    >>> long_compile([first], 23.14)
+    'compiling training_step took 23.1 s at step 0: its first graph.'
+    >>> long_compile([first], 2.0) is None
+    True
+    """
+    if seconds <= LONG_COMPILE_S:
+        return None
+    timed = [event for event in events if event.kind in ("graph", "recompile", "skipped_frame")]
+    longest = max(timed, key=lambda event: event.seconds or 0.0, default=None)
+    if longest is None:  # torch keeps no records, or this is the backward pass of an earlier graph
+        return f"compiling took {seconds:.1f} s."
+    reason = {
+        "graph": "its first graph",
+        "recompile": f"again, because this no longer held: {longest.detail}",
+    }.get(longest.kind, f"in vain, it runs in eager{_at(longest)}")
+    others = f" ({len(timed)} functions or parts in all)" if len(timed) > 1 else ""
+    return (
+        f"compiling {longest.function or 'a function'} took {seconds:.1f} s at step {longest.step}: {reason}{others}."
+    )
+
+
+def _at(event: Event) -> str:
+    return f" ({Path(event.file).name}:{event.line})" if event.file else ""
