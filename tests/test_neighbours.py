@@ -156,10 +156,8 @@ def test_device_stats_and_a_timer_work_beside_it():
     def others():
         return [neighbours.DeviceStatsMonitor(cpu_stats=True), neighbours.Timer("00:01:00:00")]
 
-    try:
-        (plain, measured), report = both(Regression, others)
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
+    (plain, measured), report = both(Regression, others)
+
     assert [name for name in differences(plain, measured) if name not in ("told", "logged")] == []
     assert report.speedup.num_pairs > 0
 
