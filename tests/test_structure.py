@@ -24,7 +24,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "stats": ({"records"}, {"numpy", "scipy"}),
     "verdict": ({"records", "stats"}, set()),
     "scalars": ({"records"}, set()),
-    "drift": ({"records"}, {"torch"}),
+    "sums": (set(), {"torch"}),
+    "drift": ({"records", "sums"}, {"torch"}),
+    "tolerances": (set(), {"torch"}),
     "advice": (set(), set()),
     "notices": ({"records"}, set()),
     "ledger": ({"records", "stats", "verdict"}, set()),
@@ -35,16 +37,24 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "hooks": (set(), {"torch"}),
     "cells": ({"hooks"}, {"torch", "numpy"}),
     "sandbox": ({"cells", "hooks"}, {"torch", "numpy"}),
-    "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
+    "logs": (set(), {"torch", "numpy"}),
+    "arms": ({"hooks", "logs"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
-    "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
+    "scaling": (set(), {"torch"}),
+    "guard": ({"sandbox", "logs", "arms", "manual"}, {"torch"}),
     "targets": ({"arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
-    "host": ({"records", "arms", "manual", "guard"}, {"torch", *LIGHTNING}),
+    "host": ({"records", "arms", "manual", "scaling", "guard"}, {"torch", *LIGHTNING}),
     # one batch in, one sample out
-    "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
+    "effects": ({"sums", "sandbox"}, {"torch"}),
+    "arrivals": (set(), {"torch"}),
+    "contrast": (
+        {"records", "sums", "drift", "clock", "sandbox", "arms", "effects", "arrivals"},
+        {"torch"},
+    ),
+    "probe": ({"records", "clock", "hooks", "sandbox", "arms", "contrast"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
     "export": ({"records", "scalars", "render", "host"}, set()),
@@ -58,8 +68,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "arguments": ({"verdict", "arms"}, set()),
     "pairs": ({"records", "sandbox", "arms", "host", "probe"}, {"torch"}),
     "session": (
-        {"records", "verdict", "drift", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "guard"}
-        | {"observe", "host", "probe", "export", "arguments", "pairs", "notices", "targets"},
+        {"records", "verdict", "tolerances", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "guard"}
+        | {"observe", "host", "contrast", "probe", "export", "arguments", "pairs", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host

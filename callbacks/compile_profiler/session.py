@@ -15,7 +15,7 @@ from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock, profiler_is_on
-from compile_profiler.drift import tolerance_for, unit_roundoff_for
+from compile_profiler.contrast import Contrast, Ways
 from compile_profiler.export import Export
 from compile_profiler.guard import Guard
 from compile_profiler.ledger import Ledger
@@ -23,6 +23,7 @@ from compile_profiler.notices import long_compile, near_limit
 from compile_profiler.pairs import Pairs
 from compile_profiler.probe import Probe, module_dtype
 from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
+from compile_profiler.tolerances import tolerance_for, unit_roundoff_for
 from compile_profiler.verdict import judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
@@ -149,18 +150,25 @@ class Session:
             with contextlib.suppress(ValueError):  # a dtype of which no limit is known: drift is shown, not judged
                 tolerance = tolerance_for(dtype, autocast_dtype=autocast, tf32=tf32)
                 roundoff = unit_roundoff_for(dtype, autocast_dtype=autocast, tf32=tf32)
+        ways = Ways(
+            one_pass=door.one_pass,
+            plain_pass=door.plain_pass if settings.drift_reference else None,
+            validation_pass=door.validation_pass,
+            gradient_scale=door.gradient_scale,
+            unscaled=functools.partial(door.scale.set_to, 1.0) if door.scale.is_there else None,
+            streams=door.own_steps is None,
+            matched_rng=settings.draws_eagers_numbers,
+        )
+        contrast = Contrast(self._module, ways=ways, clock=self._clock, tolerance=tolerance, roundoff=roundoff)
         return Probe(
             self._module,
             one_pass=door.one_pass,
+            contrast=contrast,
             quiet=door.quiet,
             roots=door.roots,
             clock=self._clock,
-            tolerance=tolerance,
-            roundoff=roundoff,
-            matched_rng=settings.draws_eagers_numbers,
             overwrites_gradients=settings.replays_cuda_graphs,
             writes_gradients=door.own_steps is not None,
-            plain_pass=door.plain_pass if settings.drift_reference else None,
             seed=settings.seed,
         )
 
