@@ -46,7 +46,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
-    "host": ({"records", "arms", "manual", "scaling", "guard"}, {"torch", *LIGHTNING}),
+    "host": ({"records"}, {"torch", *LIGHTNING}),
+    "step_door": ({"arms", "manual", "scaling", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
     "effects": ({"sums", "sandbox"}, {"torch"}),
     "arrivals": (set(), {"torch"}),
@@ -66,10 +67,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"cli"}, set()),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
-    "pairs": ({"records", "sandbox", "arms", "host", "probe"}, {"torch"}),
+    "pairs": ({"records", "sandbox", "arms", "host", "step_door", "probe"}, {"torch"}),
+    "rig": (
+        {"records", "tolerances", "clock", "arms", "guard", "host", "step_door", "contrast", "probe", "arguments"}
+        | {"pairs"},
+        set(),
+    ),
     "session": (
-        {"records", "verdict", "tolerances", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "guard"}
-        | {"observe", "host", "contrast", "probe", "export", "arguments", "pairs", "notices", "targets"},
+        {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "observe", "host"}
+        | {"export", "arguments", "rig", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
