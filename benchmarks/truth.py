@@ -49,7 +49,7 @@ def truth(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def reported(job: Job, steps: int, method: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """What the callback says about a run of its own, with enough pairs and windows in it to see a bias of a per cent."""
+    """What the callback says about a run of its own, with pairs and windows enough to see a bias of a per cent."""
     profiler = CompileProfiler(
         fallback=False, end_to_end=method, overhead_budget=OVERHEAD_BUDGET, log=False, verbose=False, **options
     )
