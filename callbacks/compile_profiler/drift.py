@@ -89,7 +89,8 @@ class Comparison:
     def __init__(self, expected: Outcome, *, frees: bool = False) -> None:
         self._expected = expected
         self._gradients = expected.gradients if frees and isinstance(expected.gradients, dict) else None
-        self._waiting = dict.fromkeys(expected.gradients)
+        self._waiting = set(expected.gradients)
+        self._order = list(expected.gradients)
         self._rows: dict[str, Tensor] = {}
         self._half = any(g is not None and g.element_size() <= 2 for g in expected.gradients.values())
 
@@ -97,7 +98,7 @@ class Comparison:
     def gradient(self, name: str, gradient: Tensor | None) -> None:
         """The other outcome's gradient of one parameter, which is not kept."""
         expected = self._expected.gradients.get(name)
-        self._waiting.pop(name, None)
+        self._waiting.discard(name)
         row = sums_of(expected, gradient)
         if row is not None:
             self._rows[name] = row
@@ -116,7 +117,8 @@ class Comparison:
         rows = {"loss": sums_of(self._expected.loss, loss)}
         both = [name for name in self._expected.effects if name in effects]
         rows |= {f"effect {name}": sums_of(self._expected.effects[name], effects[name]) for name in both}
-        rows |= {f"gradient {name}": row for name, row in self._rows.items()}
+        order = [name for name in (*self._order, *self._rows) if name in self._rows]  # not that of arrival: sums repeat
+        rows |= {f"gradient {name}": self._rows[name] for name in order}
         spread = self._expected.loss_spread
         values = read({name: row for name, row in rows.items() if row is not None}, spread)
         return Measured(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -53,6 +54,7 @@ class StepDoor:
         self.scale = LossScale(getattr(trainer.strategy.precision_plugin, "scaler", None))
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.last_validation_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._seconds = 0.0
         self.own_steps = None if module.automatic_optimization else self._new_own_steps()
         self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
 
@@ -86,6 +88,7 @@ class StepDoor:
         run = functools.partial(guard.forward, hook)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
             if self._tuner_is_at_work():
                 return step(*args, **kwargs)
             in_batch: AbstractContextManager[None] = nullcontext()
@@ -95,9 +98,15 @@ class StepDoor:
             else:
                 self.last_validation_call = (_repacked(args), _repacked(kwargs))
             with in_batch, called_once(self._module, hook, run):
+                self._seconds += time.perf_counter() - began_s
                 return step(*args, **kwargs)
 
         return enter
+
+    def take_seconds(self) -> float:
+        """Seconds that steps have spent in the door since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _tuner_is_at_work(self) -> bool:
         """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
