@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "scalars": ({"records"}, set()),
     "sums": (set(), {"torch"}),
     "drift": ({"records", "sums"}, {"torch"}),
+    "metrics": ({"sums"}, {"torch", "torchmetrics"}),
     "tolerances": (set(), {"torch"}),
     "advice": (set(), set()),
     "notices": ({"records"}, set()),
@@ -41,6 +42,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "arms": ({"hooks", "logs"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
     "scaling": (set(), {"torch"}),
+    "watch": ({"scaling"}, {"torch"}),
+    "matching": ({"arms"}, set()),
     "guard": ({"sandbox", "logs", "arms", "manual"}, {"torch"}),
     "targets": ({"arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
@@ -69,13 +72,13 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "arguments": ({"verdict", "arms"}, set()),
     "pairs": ({"records", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
     "rig": (
-        {"records", "tolerances", "clock", "arms", "guard", "host", "step_door", "contrast", "probe", "arguments"}
-        | {"pairs"},
-        set(),
+        {"records", "verdict", "tolerances", "clock", "windows", "arms", "matching", "watch", "guard", "host"}
+        | {"step_door", "contrast", "probe", "arguments", "pairs"},
+        {"torch"},
     ),
     "session": (
         {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "observe", "host"}
-        | {"export", "arguments", "rig", "notices", "targets"},
+        | {"export", "arguments", "matching", "rig", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host

@@ -38,6 +38,13 @@ def known_modes() -> list[str]:
     return list(list_mode_options())
 
 
+def mode_options(mode: str) -> dict[str, Any]:
+    """The options that ``torch.compile(mode=...)`` stands for."""
+    from torch._inductor import list_mode_options  # imported late: loads the compiler
+
+    return dict(list_mode_options(mode))
+
+
 @contextmanager
 def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Attributes ``(object, name, value)`` set in the objects' ``__dict__`` for a moment.

@@ -45,10 +45,6 @@ def _one() -> float:
     return 1.0
 
 
-def _none() -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
     """How to run one pass, and what is known about passes.
@@ -72,7 +68,7 @@ class Ways:
     unscaled: Callable[[], AbstractContextManager[None]] | None = None
     streams: bool = False
     matched_rng: bool = True
-    matching: Callable[[], Arm | None] = _none
+    matching: Callable[[], Arm | None] | None = None
 
 
 class Contrast:
@@ -130,7 +126,7 @@ class Contrast:
             exact = self._exact(self._ways.plain_pass, call, kept)
             errors = measured(exact, expected)
             sides.append(exact)
-        matching = self._ways.matching() if self._matches and drawn.by_torch_alone else None
+        matching = self._ways.matching() if self._ways.matching and self._matches and drawn.by_torch_alone else None
         kept.back()
         (real, *further), compiled_s = self._against(sides, compiled, call, kept, frees=matching is None)
         rng = drawn.same(matched=self._ways.matched_rng)

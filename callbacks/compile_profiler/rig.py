@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
 
 from compile_profiler import host
 from compile_profiler.arguments import Settings
@@ -12,11 +15,15 @@ from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock
 from compile_profiler.contrast import Contrast, Ways
 from compile_profiler.guard import Guard
+from compile_profiler.matching import Matching
 from compile_profiler.pairs import Pairs
 from compile_profiler.probe import Probe, module_dtype
-from compile_profiler.records import Environment
+from compile_profiler.records import Environment, Sample
 from compile_profiler.step_door import StepDoor
 from compile_profiler.tolerances import tolerance_for, unit_roundoff_for
+from compile_profiler.verdict import SKIPPED
+from compile_profiler.watch import Watch
+from compile_profiler.windows import StepTime
 
 
 class Rig:
@@ -32,6 +39,7 @@ class Rig:
         environment: settings that tolerances depend on.
         on_failure: called with the error of a compiled step whose batch has been trained in eager.
         compiled_something: whether anything was compiled since a pair began.
+        matching: gives an arm that draws eager's random numbers, if it can be had.
     """
 
     def __init__(
@@ -46,8 +54,11 @@ class Rig:
         environment: Environment,
         on_failure: Callable[[Exception], None],
         compiled_something: Callable[[], bool],
+        matching: Matching,
     ) -> None:
+        self._module = module
         self._arm = arm
+        self._matching = matching
         self.door = StepDoor(trainer, module, overwrites_gradients=settings.replays_cuda_graphs)
         self.guards = {hook: Guard(module, arm, on_failure, self.door.own_steps) for hook in hooks}
         tolerance, roundoff = settings.drift_tolerance, None
@@ -66,6 +77,7 @@ class Rig:
             unscaled=functools.partial(door.scale.set_to, 1.0) if door.scale.is_there else None,
             streams=door.own_steps is None,
             matched_rng=settings.draws_eagers_numbers,
+            matching=None if settings.draws_eagers_numbers else matching.arm,
         )
         self.probe = Probe(
             module,
@@ -78,6 +90,7 @@ class Rig:
             writes_gradients=self.door.own_steps is not None,
             seed=settings.seed,
         )
+        self.watch = Watch(door.scale, rest_steps=settings.pair_every_n_steps)
         self.pairs: Pairs | None = None  # of a run that is compiled and observed, never measured
         if settings.limits.max_pairs:
             self.pairs = Pairs(
@@ -86,8 +99,37 @@ class Rig:
                 compiled=self.guards["training_step"],
                 compiled_something=compiled_something,
                 compares=settings.limits.drift != "off",
+                validation=self.guards.get("validation_step"),
             )
         self.door.open(self.guards)
+
+    def take_pair(self, *, step: int, ordinary: StepTime | None, scheduled: bool) -> Sample:
+        """The pair on the batch just trained; after an alarm, under the loss scale at which a step was skipped.
+
+        Args:
+            step: x-axis number of the batch.
+            ordinary: the time of one step in the window that ended at this pair.
+            scheduled: whether the pair was due without an alarm too; only then do its times count.
+        """
+        assert self.pairs is not None
+        assert self.door.last_call is not None
+        alarm, scale = self.watch.alarm, self.watch.scale_before
+        with self.door.scale.set_to(scale) if alarm == "skip" and scale else contextlib.nullcontext():
+            sample = self.pairs.take(self.door.last_call, step=step, ordinary=ordinary)
+        if alarm is not None:
+            self.watch.rest()
+            if sample.void is None and not (scheduled and alarm == "loss"):
+                sample = replace(sample, void=SKIPPED if alarm == "skip" else "alarm")
+        return sample
+
+    def is_not_finite(self, sample: Sample) -> bool:
+        """Whether both arms gave NaN or infinity, and not only because a gradient scaler scales until that happens."""
+        drift = sample.drift
+        return drift is not None and drift.eager_finite is False and not self.door.scale.is_there
+
+    def weights_finite(self) -> bool:
+        """Whether no weight is NaN or infinite; waits for the device."""
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self._module.parameters())
 
     def take_seconds(self) -> float:
         """Seconds that the guards have spent on keeping since the last call."""
@@ -97,3 +139,4 @@ class Rig:
         """Give the module its own step back, release compiled code; may be called twice."""
         self.door.close()
         self._arm.release()
+        self._matching.release()
