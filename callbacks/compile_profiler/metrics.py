@@ -36,7 +36,8 @@ class _SumsMetric(Metric):
         eager, _, difference, _ = self.sums
         if difference == 0:
             return torch.zeros_like(difference)
-        return (difference / eager).sqrt()
+        ratio: Tensor = difference / eager
+        return ratio.sqrt()
 
 
 class LossDrift(_SumsMetric):
@@ -104,4 +105,5 @@ class GradientCosine(_GradientMetric):
     def compute(self) -> Tensor:
         """The cosine, a float64 scalar."""
         eager, compiled, _, product = self.sums
-        return (product / (eager.sqrt() * compiled.sqrt())).clamp(-1, 1)
+        cosine: Tensor = product / (eager.sqrt() * compiled.sqrt())
+        return cosine.clamp(-1, 1)
