@@ -22,6 +22,7 @@ from compile_profiler.sums import spread_of
 NOISE_EVERY = 10
 """One pair in so many also compares eager with eager, which costs one more pass."""
 
+_SMALL_WEIGHT = 0.02  # the usual scale of a fresh weight: nothing overflows, nothing vanishes
 OVERFLOW = "overflow under the loss scale"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -145,6 +146,8 @@ class Contrast:
             drift = replace(drift, compiled_finite=False, within_tolerance=None)
         if drift.eager_finite and drift.compiled_finite is False and self._ways.unscaled is not None:
             drift = self._unscaled(self._ways.unscaled, drift, eager, compiled, call, kept)
+        if drift.eager_finite is False and not all(map(_is_finite, kept.parameters)):
+            drift = self._on_mended_weights(drift, eager, compiled, call, kept)
         return drift, wrote_batch, (eager_s, compiled_s)
 
     def validation(self, eager: Arm, compiled: Arm, call: Call, kept: Kept) -> Drift:
@@ -222,6 +225,28 @@ class Contrast:
             return drift
         within = None if drift.rng == "unmatched" else False
         return replace(without, within_tolerance=within, worst_effect=OVERFLOW, effect_rel=None)
+
+    def _on_mended_weights(self, drift: Drift, eager: Arm, compiled: Arm, call: Call, kept: Kept) -> Drift:
+        """Who gives NaN, asked again on weights without: a NaN from one arm is in the weights one step later.
+
+        Small random numbers stand for the spoilt weights; both arms get the same.
+        """
+        kept.back()
+        self._mend(kept)
+        expected, _ = self._outcome(eager, call, kept)
+        kept.back()
+        self._mend(kept)
+        (found, *_), _ = self._against([expected], compiled, call, kept, frees=True)
+        again = judged(found, noise_floor=None, rng=drift.rng or "none", tolerance=self._tolerance)
+        return again if again.eager_finite and again.compiled_finite is False else drift
+
+    @torch.no_grad()
+    def _mend(self, kept: Kept) -> None:
+        coin = torch.Generator(self._clock.device).manual_seed(self._num_pairs)
+        for tensor in [*kept.parameters, *self._module.buffers()]:
+            if not _is_finite(tensor):
+                fresh = torch.randn(tensor.shape, generator=coin, device=tensor.device) * _SMALL_WEIGHT
+                tensor.data.copy_(torch.where(torch.isfinite(tensor), tensor, fresh.to(tensor.dtype)))
 
     def _nudge(self, eager: Arm, call: Call, kept: Kept) -> Measured:
         """How far eager itself moves when each weight moves by one rounding.
@@ -314,6 +339,10 @@ class Contrast:
             raise ArrivedTwiceError
         arrivals.take(kept.parameters)
         return loss, values, max(seconds, 0.0)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.layout != torch.strided or bool(torch.isfinite(tensor).all())
 
 
 class _Drawn:
