@@ -8,6 +8,7 @@ from compile_profiler import CompileProfiler
 from compile_profiler.scaling import LossScale
 from compile_profiler.watch import LOOK_EVERY, Watch
 from runs import Regression, differences, left_behind, train
+from test_drift_found import StopsEarly
 from test_manual import Accumulates, AccumulatesAndDrops, Adversarial
 from zoo import COMPILED_DIFFERS, ZOO, Checkpointing, Counters, CustomFunction, DropoutAndBatchNorm, MomentumQueue
 
@@ -184,8 +185,8 @@ def test_a_pair_needs_one_set_of_gradients_beside_the_runs_own():
 
 
 def test_dropout_on_the_gpu_is_matched_by_the_second_arm():
-    profiler = CompileProfiler(verbose=False, fallback=False, overhead_budget=1.0, pair_every_n_steps=2)
-    train(DropoutAndBatchNorm, [profiler], **{**ON_GPU, "max_steps": 200, "validate": False})
+    profiler = CompileProfiler(verbose=False, fallback=False, pair_every_n_steps=2)
+    train(DropoutAndBatchNorm, [StopsEarly(), profiler], **{**ON_GPU, "max_steps": 10**7, "validate": False})
 
     assert (profiler.report.drift.rng, profiler.report.drift.within_tolerance) == ("matched", True)
     assert profiler.report.drift.grad_rel < 1e-3
