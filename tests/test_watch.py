@@ -55,14 +55,15 @@ def test_a_step_without_a_loss_is_no_alarm():
     assert alarms(watch, [None, torch.tensor([torch.nan, 1.0]), torch.empty(0)]) == []
 
 
-def test_a_look_costs_far_less_than_a_step():
-    """Five microseconds are promised; some two were measured, and a busy machine may triple that."""
+def test_a_look_costs_little_more_than_reading_a_number():
+    """Not a synchronisation, an allocation or a kernel: a few times what ``item`` takes."""
     watch, num = Watch(LossScale(None), rest_steps=1), 2000
-    rounds = []
+    looks_s, reads_s = [], []
     for _ in range(7):
-        began_s = time.perf_counter()
-        for _ in range(num):
-            watch.see(FINE)
-        rounds.append((time.perf_counter() - began_s) / num)
+        for seconds, call in ((looks_s, watch.see), (reads_s, torch.Tensor.item)):
+            began_s = time.perf_counter()
+            for _ in range(num):
+                call(FINE)
+            seconds.append(time.perf_counter() - began_s)
 
-    assert min(rounds) < 5e-6
+    assert min(looks_s) < 10 * min(reads_s)

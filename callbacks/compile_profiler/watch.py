@@ -54,9 +54,9 @@ class Watch:
             self._num_resting -= 1
         if loss is None or loss.numel() != 1:
             return
-        if loss.device.type == "cpu":
-            self._read(loss.item(), self._scale_here())
-        elif loss.device.type == "cuda":
+        if loss.is_cpu:
+            self._read(loss.item(), self._scale.tensor.item() if self._scale.tensor is not None else None)
+        elif loss.is_cuda:
             self._see_from_afar(loss)
 
     def rest(self) -> None:
@@ -65,13 +65,9 @@ class Watch:
         self._num_resting = self._rest_steps << min(self._num_alarms, MAX_BACKOFF)
         self._num_alarms += 1
 
-    def _scale_here(self) -> float | None:
-        tensor = self._scale.tensor
-        return None if tensor is None else tensor.item()
-
     def _read(self, loss: float, scale: float | None) -> None:
         before, self._last_scale = self._last_scale, scale
-        if self._num_resting:
+        if self._num_resting or (math.isfinite(loss) and scale == before):
             return
         if scale is not None and before is not None and scale < before:
             self.alarm, self.scale_before = "skip", before
