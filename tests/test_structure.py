@@ -42,13 +42,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
-    "host": ({"records"}, {"torch", *LIGHTNING}),
+    "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
     "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
-    "export": ({"records", "scalars", "render", "host"}, set()),
+    "loggers": ({"arms"}, set()),
+    "export": ({"records", "scalars", "render", "host", "loggers"}, set()),
     "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
     "comparison": ({"records", "render"}, {"rich"}),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),

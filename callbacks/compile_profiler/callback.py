@@ -116,6 +116,8 @@ class CompileProfiler(host.Callback):
             verbose=verbose,
         )
         self._session: Session | None = None
+        self._export: Export | None = None  # from the start of fit to its end
+        self._unseen = False  # a table that nobody has seen
         self._report = Report()
         self._directory = Path()
         self._earlier: dict[str, Any] | None = None  # of the fit before, for a checkpoint or from one
@@ -127,7 +129,7 @@ class CompileProfiler(host.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the fit at hand: a copy of the callback, or of a module with its trainer, starts afresh."""
-        return {**self.__dict__, "_session": None, "_report": self.report}
+        return {**self.__dict__, "_session": None, "_export": None, "_report": self.report}
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -146,6 +148,11 @@ class CompileProfiler(host.Callback):
         self._report = Report()
         self._earlier = None
 
+    def on_fit_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Say what is compiled how, before Lightning logs the user's hyperparameters."""
+        self._export = Export(trainer, self._directory, log=self._settings.log, verbose=self._settings.verbose)
+        self._export.describe(self._settings.config)
+
     def on_sanity_check_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """Compile before the first validation step if validation is to be compiled."""
         if "validate" in self._settings.stages:
@@ -157,8 +164,8 @@ class CompileProfiler(host.Callback):
 
     def _start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         if self._session is None:
-            export = Export(trainer, self._directory, log=self._settings.log, verbose=self._settings.verbose)
-            self._session = Session(self._settings, trainer, pl_module, export)
+            assert self._export is not None
+            self._session = Session(self._settings, trainer, pl_module, self._export)
             self._session.start(self._earlier)
 
     def on_train_batch_start(
@@ -218,10 +225,15 @@ class CompileProfiler(host.Callback):
             self._session.on_disturbance()
 
     def on_train_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
-        """Take everything off the module, write the report, show it."""
+        """Take everything off the module, write the report."""
+        self._unseen = self._settings.verbose and trainer.is_global_zero and self._session is not None
         self._close()
-        if self._settings.verbose and trainer.is_global_zero:
+
+    def on_fit_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Show the report, now that the progress bars are done."""
+        if self._unseen:
             print_table(self._report)
+        self._unseen = False
 
     def on_exception(self, trainer: host.Trainer, pl_module: host.LightningModule, exception: BaseException) -> None:
         """Take everything off the module, write the report."""
@@ -230,6 +242,9 @@ class CompileProfiler(host.Callback):
     def teardown(self, trainer: host.Trainer, pl_module: host.LightningModule, stage: str) -> None:
         """The same where neither of the two was called."""
         self._close()
+        if self._export is not None:
+            self._export.describe_late(self._settings.config, self._report)
+            self._export = None
 
     def _close(self) -> None:
         if self._session is not None:
