@@ -54,8 +54,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "comparison": ({"records", "render"}, {"rich"}),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
     "doctor": ({"advice", "observe"}, {"torch"}),
-    "cli": ({"render", "runs_on_disk", "comparison", "page", "doctor"}, {"click", "rich"}),
-    "__main__": ({"cli"}, set()),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
     "pairs": ({"records", "sandbox", "arms", "host", "step_door", "probe"}, {"torch"}),
@@ -70,6 +68,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"records", "verdict", "checkpoint", "arms", "host", "render", "export", "arguments", "session"},
         set(),
     ),
+    # a user's module and a batch: what compiling does to them
+    "lookup": (set(), set()),
+    "bench_run": ({"arms", "host", "callback", "lookup", "render"}, {"torch"}),
+    "bench": ({"records", "export", "bench_run"}, set()),
+    "cli": (
+        {"render", "runs_on_disk", "comparison", "page", "doctor", "bench", "lookup"},
+        {"click", "rich"},
+    ),
+    "__main__": ({"cli"}, set()),
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}

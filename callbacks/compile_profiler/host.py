@@ -138,9 +138,16 @@ def environment(trainer: Trainer) -> Environment:
 
 
 def package_of(thing: Any) -> str:
-    """The package that a trainer or a module comes from, also where its class is the user's own."""
-    modules = [kind.__module__ for kind in type(thing).__mro__]
-    return "lightning.pytorch" if any(name.startswith("lightning.") for name in modules) else "pytorch_lightning"
+    """The package that a trainer, a module or a class of theirs comes from, also where the class is the user's own."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    names = [base.__module__ for base in kind.__mro__]
+    return "lightning.pytorch" if any(name.startswith("lightning.") for name in names) else "pytorch_lightning"
+
+
+def is_module_class(kind: type) -> bool:
+    """Whether ``kind`` is a LightningModule of either package."""
+    ours = ("lightning", "pytorch_lightning")
+    return any(base.__name__ == "LightningModule" and base.__module__.split(".")[0] in ours for base in kind.__mro__)
 
 
 def silent_logger(trainer: Trainer) -> Any:

@@ -26,21 +26,22 @@ def send_scalars(loggers: Loggers, values: Mapping[str, float], step: int) -> No
 
 
 def show_text(loggers: Loggers, tag: str, markdown: str, step: int) -> None:
-    """A text that may change often, to the loggers that keep the last ones: TensorBoard."""
+    """A text that may change often, to the loggers that show the last ones: TensorBoard."""
     for logger in loggers:
-        if _is_tensorboard(logger):
+        if _can(getattr(logger, "experiment", None), "add_text"):
             logger.experiment.add_text(tag, markdown, step)
 
 
 def file_text(loggers: Loggers, tag: str, markdown: str, step: int) -> None:
     """A text that is to stay, to the loggers that make a file of each: Weights & Biases a table, MLflow an artifact."""
     for logger in loggers:
-        if _is_tensorboard(logger):
+        experiment: Any = getattr(logger, "experiment", None)
+        if _can(experiment, "add_text"):
             continue
         if _can(logger, "log_text"):
             logger.log_text(tag, columns=["text"], data=[[markdown]], step=step)
-        elif hasattr(type(logger), "run_id") and _can(logger.experiment, "log_text"):
-            logger.experiment.log_text(logger.run_id, markdown, f"{tag}.md")
+        elif hasattr(type(logger), "run_id") and _can(experiment, "log_text"):
+            experiment.log_text(logger.run_id, markdown, f"{tag}.md")
 
 
 def lay_out(loggers: Loggers, layout: Mapping[str, Any]) -> None:
@@ -69,7 +70,7 @@ def describe(
         if _is_tensorboard(logger):
             if theirs is not None and getattr(logger, "_default_hp_metric", False) and not _may_hold(logger, _SESSION):
                 _write_session(logger, {**theirs, **config}, ["hp_metric", *tags])
-        elif not hasattr(logger, "NAME_HPARAMS_FILE") and not hasattr(logger.experiment, "NAME_HPARAMS_FILE"):
+        elif not any(hasattr(each, "NAME_HPARAMS_FILE") for each in (logger, getattr(logger, "experiment", None))):
             logger.log_hyperparams(dict(config))
 
 

@@ -73,17 +73,19 @@ class Chart:
         title: what the chart shows, with the unit where there is one.
         tags: its curves.
         band: whether the second and third curve are the lower and upper end of the first one's band.
+        even: the value at which nothing is gained or lost, where there is one.
     """
 
     title: str
     tags: tuple[str, ...]
     band: bool = False
+    even: float | None = None
 
 
 CHARTS = (
-    Chart("speedup of a pass", ("compile/speedup", "compile/speedup_low", "compile/speedup_high"), band=True),
+    Chart("speedup of a pass", ("compile/speedup", "compile/speedup_low", "compile/speedup_high"), band=True, even=1.0),
     Chart("time of a pass, ms", ("compile/step_ms/eager", "compile/step_ms/compiled")),
-    Chart("net time saved, s", ("compile/saved_s",)),
+    Chart("net time saved, s", ("compile/saved_s",), even=0.0),
     Chart("recompiles and graph breaks", ("compile/recompiles", "compile/graph_breaks")),
     Chart(
         "drift, its noise floor, its limit",
