@@ -129,6 +129,9 @@ class Sample(_Record):
         num_passes: passes in each timed block.
         shape: the batch's shape class; pairs are compared within one class.
         step_s: seconds of one whole training step in the window that ended at this pair, if one did.
+        own_s: of ``step_s``, the seconds that the callback took between two steps; an eager run without it has none.
+        coldness: how much longer Python is in the compiled call of a real step than in that of a pair, whose passes
+            follow each other with warm caches.
         void: why the times are not to be used, or ``None``.
         drift: what the two arms computed differently, if it was looked at.
     """
@@ -141,6 +144,8 @@ class Sample(_Record):
     num_passes: int = 1
     shape: str = ""
     step_s: float | None = None
+    own_s: float = 0.0
+    coldness: float | None = None
     void: str | None = None
     drift: Drift | None = None
 
@@ -265,7 +270,10 @@ class EndToEnd(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time(_Record):
-    """Where the seconds went: medians of both arms, compiling, measuring, the net saving so far."""
+    """Where the seconds went: medians of both arms, compiling, measuring, the net saving so far.
+
+    ``last_step`` is where this run is expected to end; a ``break_even_step`` behind it is not reached.
+    """
 
     eager_s: float | None = None
     compiled_s: float | None = None
@@ -273,6 +281,7 @@ class Time(_Record):
     probe_s: float | None = None
     saved_s: float | None = None
     break_even_step: int | None = None
+    last_step: int | None = None
     overhead_pct: float | None = None
 
 
