@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compile_profiler import checkpoint, host, observe, targets
+from compile_profiler import checkpoint, host, machine, observe, targets
 from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
@@ -88,17 +88,21 @@ class Session:
         obstacle = host.unsupported(self._trainer, self._module)
         if obstacle is not None:
             return self._refuse("unsupported", f"This version does not measure {obstacle}")
-        obstacle = observe.disabled()
+        obstacle = machine.disabled()
         if obstacle is not None:
             return self._refuse("disabled", f"Nothing is compiled: {obstacle}")
         if earlier is not None and self._go_on_from(earlier):
             return None
+        if self._settings.options["backend"] == "inductor":
+            obstacle = machine.missing(self._trainer.strategy.root_device)
+            if obstacle is not None:
+                return self._refuse("compile_error", f"Nothing can be compiled here. {obstacle.rstrip('.')}")
         hooks = [_HOOKS[stage] for stage in self._settings.stages]
         try:
             target = host.target_for(self._module, self._settings.target)
             arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
         except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-            what_to_do = advice(error) or ""
+            what_to_do = advice(error, machine.system()) or ""
             return self._refuse("compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip())
         if target == "networks" and not arm.compiled_names:
             return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
@@ -389,7 +393,7 @@ class Session:
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         self._look(host.stage_of(self._trainer))
-        what_to_do = advice(error)
+        what_to_do = advice(error, machine.system())
         message = f"{_FAILURES[reason]}: {host.first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
         host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
         self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
