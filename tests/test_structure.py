@@ -43,7 +43,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
     "machine": ({"advice"}, {"torch"}),
-    "host": ({"records", "arms", "manual", "guard"}, {"torch", *LIGHTNING}),
+    "host": ({"records"}, {"torch", *LIGHTNING}),
+    "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces
@@ -57,10 +58,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"cli"}, set()),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
-    "pairs": ({"records", "sandbox", "arms", "host", "probe"}, {"torch"}),
+    "pairs": ({"records", "sandbox", "arms", "host", "step_door", "probe"}, {"torch"}),
+    "rig": ({"records", "drift", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"}, set()),
     "session": (
-        {"records", "verdict", "drift", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "guard"}
-        | {"observe", "machine", "host", "probe", "export", "arguments", "pairs", "notices", "targets"},
+        {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "observe", "host"}
+        | {"export", "arguments", "machine", "rig", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
