@@ -90,6 +90,7 @@ class Observer:
         self._began = False
         self._broken_off = False
         self._caller: Place | None = None
+        self._trouble: Exception | None = None  # of a listener, for the next look to raise
         self._last_record: Any = None
         self._last_reason: Any = None
         self._records: list[_Seen] = []
@@ -120,9 +121,12 @@ class Observer:
             handler.remove_end_callback(self._on_end)
 
     def _on_start(self, *_args: Any) -> None:  # torch 2.7 passes nothing, later versions a CallbackArgs
-        self._collect()
-        self._caller = calling_place()
         self._began = True
+        try:
+            self._collect()
+            self._caller = calling_place()
+        except Exception as error:  # here it would fail a compile that may be somebody else's
+            self._trouble = error
         self._began_s = time.perf_counter()
         self._broken_off = False
 
@@ -132,7 +136,10 @@ class Observer:
         if self._began_s is not None:
             self._compile_s += time.perf_counter() - self._began_s
             self._began_s = None
-        self._collect()
+        try:
+            self._collect()
+        except Exception as error:
+            self._trouble = error
 
     def _collect(self) -> None:
         """Take what torch has noted since the last time.
@@ -178,6 +185,8 @@ class Observer:
     def poll(self, stage: Stage, *, step: int, epoch: int) -> bool:
         """Take what was compiled since the last look as events of ``stage``; whether there was anything."""
         self.start()
+        if self._trouble is not None:
+            raise self._trouble
         # A function that meets the recompile limit, or anything after a reset, wakes no listener but leaves a record.
         if not self.compiling():
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -41,13 +42,23 @@ class Session:
         trainer: the Trainer.
         module: its LightningModule.
         export: where reports go.
+        on_trouble: called with an error of our own in the midst of a step.
     """
 
-    def __init__(self, settings: Settings, trainer: host.Trainer, module: host.LightningModule, export: Export) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        trainer: host.Trainer,
+        module: host.LightningModule,
+        export: Export,
+        *,
+        on_trouble: Callable[[Exception], None],
+    ) -> None:
         self._settings = settings
         self._trainer = trainer
         self._module = module
         self._export = export
+        self._on_trouble = on_trouble
         self._config = settings.config
         self._verdict = Verdict(config=self._config)
         self._environment = host.environment(trainer)
@@ -109,6 +120,7 @@ class Session:
             clock=self._clock,
             environment=self._environment,
             on_failure=self._on_failure,
+            on_trouble=self._on_trouble,
             compiled_something=self._observer.compiling,
         )
         self._observer.own_functions = targets.own_functions(self._module, target, hooks)
@@ -155,6 +167,23 @@ class Session:
             self._ledger.own_s += self._rig.take_seconds()
             self._rig.remove()
         self._rig = None
+
+    def abandon(self, message: str) -> Report:
+        """After an error of our own: take everything off, whatever else fails by then."""
+        self._verdict = Verdict(decision="eager", reason="disabled", message=message, config=self._config)
+        report = Report(verdict=self._verdict, environment=self._environment)
+        rig, self._rig = self._rig, None
+        with contextlib.suppress(Exception):
+            if rig is not None:
+                rig.remove()
+        with contextlib.suppress(Exception):
+            self._observer.stop()
+        with contextlib.suppress(Exception):
+            self._verdict = replace(self._verdict, step=self._step)
+            report = self.report()
+        with contextlib.suppress(Exception):
+            self._export.write(report)
+        return report
 
     # -- the training loop -------------------------------------------------------------------------------------------
 
