@@ -42,6 +42,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
+    "machine": ({"advice"}, {"torch"}),
     "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
     "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
@@ -53,14 +54,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
     "comparison": ({"records", "render"}, {"rich"}),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
-    "doctor": ({"advice", "observe"}, {"torch"}),
+    "doctor": ({"advice", "machine"}, {"torch"}),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
     "pairs": ({"records", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
     "rig": ({"records", "drift", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"}, set()),
     "session": (
         {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "observe", "host"}
-        | {"export", "arguments", "rig", "notices", "targets"},
+        | {"export", "arguments", "machine", "rig", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
@@ -80,7 +81,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}
-DYNAMO_DOORS = {"observe", "arms"}
+DYNAMO_DOORS = {"observe", "arms", "machine"}
 COMPILER_INTERNALS = ("torch._dynamo", "torch._inductor", "torch._functorch")
 
 

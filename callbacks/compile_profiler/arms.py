@@ -85,24 +85,21 @@ def called_once(module: nn.Module, hook: str, call: Call) -> Iterator[None]:
     hook around it see the module as its author wrote it.
     """
     held = vars(module)
-    before = held.get(hook, _MISSING)
-
-    def take_off() -> None:
-        if held.get(hook) is stand_in:
-            if before is _MISSING:
-                del held[hook]
-            else:
-                held[hook] = before
+    given_back = {hook: held[hook]} if hook in held else {}
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        take_off()
+        if held.get(hook) is stand_in:
+            del held[hook]
+            held.update(given_back)
         return call(*args, **kwargs)
 
     held[hook] = stand_in
     try:
         yield
     finally:
-        take_off()
+        if held.get(hook) is stand_in:
+            del held[hook]
+            held.update(given_back)
 
 
 class DeferredLogs:
