@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from compile_profiler.arms import Call, CompiledArm
 from compile_profiler.manual import OwnSteps
 from compile_profiler.sandbox import GENERATORS, RandomState, Snapshot
 
+RECENT_CALLS = 50
+"""Calls whose median is the usual time of a call: steps that compile or stall are far fewer."""
 LEARNING_STEPS = 3
 """Steps in a row that must change nothing new before a step's state is kept by what it is known to change."""
 
@@ -55,6 +59,8 @@ class Guard:
         self._own_steps = own_steps
         self.enabled = True  # False: steps run in eager, as in an eager window
         self._seconds = 0.0
+        self._in_steps_s: deque[float] = deque(maxlen=RECENT_CALLS)
+        self._in_pairs_s: deque[float] = deque(maxlen=RECENT_CALLS)
         self._learning = LEARNING_STEPS
         self._known = _Known()
         self._saved_buffers: list[_Group] = []
@@ -78,10 +84,21 @@ class Guard:
             self._keep(args, kwargs)
             if self._own_steps is not None:
                 self._own_steps.keep()
-            self._seconds += time.perf_counter() - began_s
+            kept_s = time.perf_counter()
             output = self._arm.call(hook, *args, **kwargs)
-            self._learn()
-            self._arm.logs.replay(self._module)
+            ended_s = time.perf_counter()
+            self._in_steps_s.append(ended_s - kept_s)
+            logs: list[Call] = []
+            try:
+                logs = self._arm.logs.taken(self._module)
+                self._learn()
+            except Exception as error:
+                if self._own_steps is None:
+                    raise
+                self._on_trouble(error)  # the optimizers have moved: the step is done
+            self._seconds += kept_s - began_s + time.perf_counter() - ended_s
+            for log in logs:
+                log()
         except Exception as error:
             failure = error
         else:
@@ -157,12 +174,26 @@ class Guard:
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step as the compiled arm of a pair: at the price of a real one, with what is kept for a retry."""
         self._keep(args, kwargs)
-        return self._arm.run(hook, *args, **kwargs)
+        began_s = time.perf_counter()
+        output = self._arm.run(hook, *args, **kwargs)
+        self._in_pairs_s.append(time.perf_counter() - began_s)
+        return output
 
     def take_seconds(self) -> float:
         """Seconds spent on keeping since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    @property
+    def coldness(self) -> float | None:
+        """How much longer Python is in the compiled call of a real step than in a pair's, ``None`` while not known.
+
+        Passes in a row find caches and predictors warm. Between two real steps the optimizer, the loader and Lightning
+        have passed through them.
+        """
+        if not self._in_steps_s or not self._in_pairs_s:
+            return None
+        return statistics.median(self._in_steps_s) / statistics.median(self._in_pairs_s)
 
     # -- keeping and giving back -----------------------------------------------------------------------------------
 
@@ -215,8 +246,8 @@ class Guard:
 
     def _rewind_from(self, failure: Exception) -> Callable[[], None]:
         """Give back what was kept; returns what to call after the retry (see ``Snapshot.rewind``)."""
-        _drop_frames(failure)
         try:
+            _drop_frames(failure)
             return self._rewind()
         except Exception:  # out of memory, say, half-way: half a state is the worst to train on
             self._rewind()

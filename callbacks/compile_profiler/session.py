@@ -18,7 +18,7 @@ from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.export import Export
 from compile_profiler.ledger import Ledger
-from compile_profiler.notices import long_compile, near_limit
+from compile_profiler.notices import failure, long_compile, near_limit
 from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
 from compile_profiler.rig import Rig
 from compile_profiler.verdict import judge
@@ -27,11 +27,6 @@ from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 MAX_SHAPES_TO_REOPEN = 3
 _MAX_BACKOFF = 10
 _HOOKS = {"train": "training_step", "validate": "validation_step"}
-_FAILURES: dict[Reason, str] = {
-    "compile_error": "Compiling failed",
-    "runtime_error": "The compiled step failed",
-    "out_of_memory": "The compiled step ran out of memory",
-}
 
 
 class Session:
@@ -74,6 +69,7 @@ class Session:
         self._never_ran = False
         self._step = 0
         self._step_began_s = 0.0
+        self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
         self._num_clean = 0
         self._warm = False  # the first compiles of this fit are over
         self._num_since_pair = 0
@@ -105,8 +101,8 @@ class Session:
             target = host.target_for(self._module, self._settings.target)
             arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
         except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-            what_to_do = advice(error, machine.system()) or ""
-            return self._refuse("compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip())
+            what_to_do = advice(error, machine.system())
+            return self._refuse("compile_error", failure("compile_error", error, what_to_do))
         if target == "networks" and not arm.compiled_names:
             return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
         if arm.compiled_names:
@@ -190,9 +186,11 @@ class Session:
     def on_step_start(self) -> None:
         """Before a training step: what was compiled up to here was not compiled for it."""
         if self._rig is not None:
+            began_s = time.perf_counter()
             if self._observer.compiling():
                 self._observer.skip()
             self._step_began_s = time.perf_counter()
+            self._before_s = self._step_began_s - began_s
 
     def on_step_end(self) -> None:
         """After a training step: account for it, run a pair if one is due, decide, log."""
@@ -200,6 +198,7 @@ class Session:
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
         if self._rig is not None:
+            self._before_s += self._rig.door.take_seconds()
             self._account(began_s - self._step_began_s)
             if self._is_due():
                 self._run_pair()
@@ -208,8 +207,9 @@ class Session:
         if self._unlogged and host.logs_this_step(self._trainer):
             self._unlogged = False
             self._export.log(self.report(), self._step)
-            self._window.drop()
-        self._ledger.own_s += time.perf_counter() - began_s
+            self._pause_windows()
+        self._after_s = time.perf_counter() - began_s
+        self._ledger.own_s += self._before_s + self._after_s
 
     def _look(self, stage: Stage) -> bool:
         """Take what was compiled as events of ``stage``, say what cannot wait; whether there was anything."""
@@ -232,14 +232,14 @@ class Session:
         if compiling:
             self._num_clean = 0
             self._news = True
-            self._drop_windows()
+            self._pause_windows()
             if self._warm:
                 self._reopen("something was compiled again")
             return
         self._num_clean += 1
         self._warm |= self._num_clean >= self._settings.warmup_steps
         if self._alternation is None:
-            self._window.step()
+            self._window.step(self._before_s + self._after_s)
         elif self._num_clean >= self._settings.warmup_steps:
             self._alternate(boundary)
 
@@ -247,7 +247,7 @@ class Session:
         """Account for a step of the open window; the next step runs on the arm whose turn it is."""
         assert self._alternation is not None
         assert self._rig is not None
-        sample = self._alternation.step(self._step, boundary=boundary)
+        sample = self._alternation.step(self._step, boundary=boundary, own_s=self._before_s + self._after_s)
         if sample is not None:
             self._ledger.window_samples.append(sample)
             self._news = True
@@ -256,10 +256,10 @@ class Session:
         for guard in self._rig.guards.values():
             guard.enabled = self._alternation.arm == "compiled"
 
-    def _drop_windows(self) -> None:
-        self._window.drop()
+    def _pause_windows(self) -> None:
+        self._window.pause(settle_steps=SETTLE_STEPS)
         if self._alternation is not None:
-            self._alternation.drop()
+            self._alternation.pause()
 
     def on_validation_step_end(self) -> None:
         """After a batch of validation or the sanity check."""
@@ -268,7 +268,7 @@ class Session:
 
     def on_disturbance(self) -> None:
         """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
-        self._drop_windows()
+        self._pause_windows()
         self._num_clean = min(self._num_clean, self._settings.warmup_steps - 1)
 
     # -- pairs -------------------------------------------------------------------------------------------------------
@@ -317,9 +317,9 @@ class Session:
         pairs, call = self._rig.pairs, self._rig.door.last_call
         assert pairs is not None
         assert call is not None
-        step_s = self._window.close()
+        ordinary = self._window.close(settle_steps=SETTLE_STEPS)
         began_s = time.perf_counter()
-        sample = pairs.take(call, step=self._step, step_s=step_s)
+        sample = pairs.take(call, step=self._step, ordinary=ordinary)
         if pairs.memory is not None:
             self._ledger.memory = pairs.memory
         self._look("probe")
@@ -386,8 +386,7 @@ class Session:
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         self._look(host.stage_of(self._trainer))
-        what_to_do = advice(error, machine.system())
-        message = f"{_FAILURES[reason]}: {host.first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
+        message = failure(reason, error, advice(error, machine.system()))
         host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
         self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
 

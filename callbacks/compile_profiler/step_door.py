@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -56,6 +57,7 @@ class StepDoor:
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
         self._callbacks = list(trainer.callbacks)
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._seconds = 0.0
         self.own_steps = None if module.automatic_optimization else self._new_own_steps()
         self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
 
@@ -89,12 +91,14 @@ class StepDoor:
         run = functools.partial(guard.forward, hook)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
             around = ExitStack()
             try:
                 self._prepare(around, hook, run, args, kwargs)
             except Exception as error:
                 self._on_trouble(error)
             with around:
+                self._seconds += time.perf_counter() - began_s
                 return step(*args, **kwargs)
 
         return enter
@@ -108,6 +112,11 @@ class StepDoor:
             if self.own_steps is not None:
                 around.enter_context(self.own_steps.batch())
         around.enter_context(called_once(self._module, hook, run))
+
+    def take_seconds(self) -> float:
+        """Seconds that steps have spent in the door since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _tuner_is_at_work(self) -> bool:
         """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
