@@ -35,7 +35,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "hooks": (set(), {"torch"}),
     "cells": ({"hooks"}, {"torch", "numpy"}),
     "sandbox": ({"cells", "hooks"}, {"torch", "numpy"}),
-    "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
+    "own_code": (set(), {"torch"}),
+    "arms": ({"hooks", "own_code"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
     "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
     "targets": ({"arms"}, {"torch"}),
@@ -57,7 +58,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "doctor": ({"advice", "machine"}, {"torch"}),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
-    "pairs": ({"records", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
+    "pairs": ({"records", "notices", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
     "rig": ({"records", "drift", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"}, set()),
     "session": (
         {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "observe", "host"}
@@ -81,8 +82,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}
-DYNAMO_DOORS = {"observe", "arms", "machine"}
-COMPILER_INTERNALS = ("torch._dynamo", "torch._inductor", "torch._functorch")
+DYNAMO_DOORS = {"observe", "own_code", "arms", "machine"}
+COMPILER_INTERNALS = ("torch._dynamo", "torch._C._dynamo", "torch._inductor", "torch._functorch")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

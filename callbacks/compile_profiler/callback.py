@@ -303,6 +303,8 @@ class CompileProfiler(host.Callback):
 
     def _give_up(self, error: Exception) -> None:
         """After an error of our own: everything off, said once; the run goes on as without the callback."""
+        if self._gave_up:
+            return
         session, self._session, self._gave_up = self._session, None, True
         what = f"{type(error).__name__}: {error}"
         message = f"The profiler itself failed and has taken itself off: {what}"

@@ -88,9 +88,17 @@ class Guard:
             output = self._arm.call(hook, *args, **kwargs)
             ended_s = time.perf_counter()
             self._in_steps_s.append(ended_s - kept_s)
-            self._learn()
+            logs: list[Call] = []
+            try:
+                logs = self._arm.logs.taken(self._module)
+                self._learn()
+            except Exception as error:
+                if self._own_steps is None:
+                    raise
+                self._on_trouble(error)  # the optimizers have moved: the step is done
             self._seconds += kept_s - began_s + time.perf_counter() - ended_s
-            self._arm.logs.replay(self._module)
+            for log in logs:
+                log()
         except Exception as error:
             failure = error
         else:
@@ -238,8 +246,8 @@ class Guard:
 
     def _rewind_from(self, failure: Exception) -> Callable[[], None]:
         """Give back what was kept; returns what to call after the retry (see ``Snapshot.rewind``)."""
-        _drop_frames(failure)
         try:
+            _drop_frames(failure)
             return self._rewind()
         except Exception:  # out of memory, say, half-way: half a state is the worst to train on
             self._rewind()

@@ -18,7 +18,7 @@ from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.export import Export
 from compile_profiler.ledger import Ledger
-from compile_profiler.notices import long_compile, near_limit
+from compile_profiler.notices import failure, long_compile, near_limit
 from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
 from compile_profiler.rig import Rig
 from compile_profiler.verdict import judge
@@ -27,11 +27,6 @@ from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 MAX_SHAPES_TO_REOPEN = 3
 _MAX_BACKOFF = 10
 _HOOKS = {"train": "training_step", "validate": "validation_step"}
-_FAILURES: dict[Reason, str] = {
-    "compile_error": "Compiling failed",
-    "runtime_error": "The compiled step failed",
-    "out_of_memory": "The compiled step ran out of memory",
-}
 
 
 class Session:
@@ -106,8 +101,8 @@ class Session:
             target = host.target_for(self._module, self._settings.target)
             arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
         except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-            what_to_do = advice(error, machine.system()) or ""
-            return self._refuse("compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip())
+            what_to_do = advice(error, machine.system())
+            return self._refuse("compile_error", failure("compile_error", error, what_to_do))
         if target == "networks" and not arm.compiled_names:
             return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
         if arm.compiled_names:
@@ -391,8 +386,7 @@ class Session:
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         self._look(host.stage_of(self._trainer))
-        what_to_do = advice(error, machine.system())
-        message = f"{_FAILURES[reason]}: {host.first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
+        message = failure(reason, error, advice(error, machine.system()))
         host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
         self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
 

@@ -103,11 +103,6 @@ class StepDoor:
 
         return enter
 
-    def take_seconds(self) -> float:
-        """Seconds that steps have spent in the door since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
     def _prepare(self, around: ExitStack, hook: str, run: Call, args: Any, kwargs: Any) -> None:
         """Let ``run`` be called in place of the module's step inside ``around``, unless this step is none of ours."""
         if self._tuner_is_at_work():
@@ -117,6 +112,11 @@ class StepDoor:
             if self.own_steps is not None:
                 around.enter_context(self.own_steps.batch())
         around.enter_context(called_once(self._module, hook, run))
+
+    def take_seconds(self) -> float:
+        """Seconds that steps have spent in the door since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _tuner_is_at_work(self) -> bool:
         """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
