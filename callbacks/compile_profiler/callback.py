@@ -238,6 +238,7 @@ class CompileProfiler(host.Callback):
     def on_exception(self, trainer: host.Trainer, pl_module: host.LightningModule, exception: BaseException) -> None:
         """Take everything off the module, write the report."""
         self._close()
+        self._export = None
 
     def teardown(self, trainer: host.Trainer, pl_module: host.LightningModule, stage: str) -> None:
         """The same where neither of the two was called."""
