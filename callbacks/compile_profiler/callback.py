@@ -286,6 +286,7 @@ class CompileProfiler(host.Callback):
     def on_exception(self, trainer: host.Trainer, pl_module: host.LightningModule, exception: BaseException) -> None:
         """Take everything off the module, write the report."""
         self._close()
+        self._export = None
 
     @_guarded
     def teardown(self, trainer: host.Trainer, pl_module: host.LightningModule, stage: str) -> None:
