@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from compile_profiler.advice import advice, to_install
 from compile_profiler.drift import NOISE_FACTOR
 from compile_profiler.tolerances import tolerance_for, unit_roundoff_for
 
@@ -67,3 +68,25 @@ def test_the_page_on_drift_names_every_field_of_the_report():
 
     assert {"loss_rel", "grad_rel", "worst_parameter", "effect_rel", "worst_effect", "stage", "rng"} <= named
     assert f"be {NOISE_FACTOR:.0f}\ntimes as far" in (DOCS / "drift.md").read_text()
+
+
+def tables(page):
+    """The rows of all tables of a page, as lists of cells."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+
+
+def test_the_page_of_failures_says_what_the_code_says():
+    """Every message of its tables leads to the sentence beside it, every package is the one that is named."""
+    rows = tables("failures.md")
+    answers = [(message, row[1]) for row in rows if len(row) == 2 for message in re.findall(r"`([^`]+)`", row[0])]
+    parts = {"C++ compiler": "compiler", "Python's headers": "headers", "OpenMP": "openmp"}
+    systems = ["debian", "fedora", "suse", "arch", "darwin"]
+    packages = [row for row in rows if row[0] in parts]
+
+    assert len(answers) > 12
+    assert [message for message, words in answers if words not in (advice(RuntimeError(message)) or "")] == []
+    assert len(packages) == len(parts)
+    for row in packages:
+        for system, package in zip(systems, row[1:], strict=True):
+            assert package == "\N{EN DASH}" or f"install {package}" in to_install(parts[row[0]], system)

@@ -39,7 +39,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cells": ({"hooks"}, {"torch", "numpy"}),
     "sandbox": ({"cells", "hooks"}, {"torch", "numpy"}),
     "logs": (set(), {"torch", "numpy"}),
-    "arms": ({"hooks", "logs"}, {"torch", "numpy", "torchmetrics"}),
+    "own_code": (set(), {"torch"}),
+    "arms": ({"hooks", "logs", "own_code"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
     "scaling": (set(), {"torch"}),
     "watch": ({"scaling"}, {"torch"}),
@@ -49,7 +50,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
-    "host": ({"records"}, {"torch", *LIGHTNING}),
+    "machine": ({"advice"}, {"torch"}),
+    "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
     "step_door": ({"arms", "manual", "scaling", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
     "effects": ({"sums", "sandbox"}, {"torch"}),
@@ -61,16 +63,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "probe": ({"records", "clock", "hooks", "sandbox", "arms", "contrast"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
-    "export": ({"records", "scalars", "render", "host"}, set()),
+    "loggers": ({"arms"}, set()),
+    "export": ({"records", "scalars", "render", "host", "loggers"}, set()),
     "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
     "comparison": ({"records", "render"}, {"rich"}),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
-    "doctor": ({"advice", "observe"}, {"torch"}),
-    "cli": ({"render", "runs_on_disk", "comparison", "page", "doctor"}, {"click", "rich"}),
-    "__main__": ({"cli"}, set()),
+    "doctor": ({"advice", "machine"}, {"torch"}),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
-    "pairs": ({"records", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
+    "pairs": ({"records", "notices", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
     "rig": (
         {"records", "verdict", "tolerances", "clock", "windows", "arms", "matching", "watch", "guard", "host"}
         | {"step_door", "contrast", "probe", "arguments", "pairs"},
@@ -78,7 +79,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "session": (
         {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "observe", "host"}
-        | {"export", "arguments", "matching", "rig", "notices", "targets"},
+        | {"export", "arguments", "machine", "matching", "rig", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
@@ -86,11 +87,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"records", "verdict", "checkpoint", "arms", "host", "render", "export", "arguments", "session"},
         set(),
     ),
+    # a user's module and a batch: what compiling does to them
+    "lookup": (set(), set()),
+    "bench_run": ({"arms", "host", "callback", "lookup", "render"}, {"torch"}),
+    "bench": ({"records", "export", "bench_run"}, set()),
+    "cli": (
+        {"render", "runs_on_disk", "comparison", "page", "doctor", "bench", "lookup"},
+        {"click", "rich"},
+    ),
+    "__main__": ({"cli"}, set()),
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}
-DYNAMO_DOORS = {"observe", "arms"}
-COMPILER_INTERNALS = ("torch._dynamo", "torch._inductor", "torch._functorch")
+DYNAMO_DOORS = {"observe", "own_code", "arms", "machine"}
+COMPILER_INTERNALS = ("torch._dynamo", "torch._C._dynamo", "torch._inductor", "torch._functorch")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

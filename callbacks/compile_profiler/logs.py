@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,15 +42,18 @@ class DeferredLogs:
                 self.kept.update(value if isinstance(value, Mapping) else {key: value})
         self.entries.clear()
 
-    def replay(self, module: Any) -> None:
-        """Hand everything remembered to the module's real ``log`` and ``log_dict``, in order."""
+    def taken(self, module: Any) -> list[Call]:
+        """Everything remembered, as calls of the module's real ``log`` and ``log_dict``, in order."""
         entries = list(self.entries)
         self.entries.clear()
-        for name, args, kwargs in entries:
-            getattr(module, name)(
+        return [
+            functools.partial(
+                getattr(module, name),
                 *[_given_back(value) for value in args],
                 **{key: _given_back(value) for key, value in kwargs.items()},
             )
+            for name, args, kwargs in entries
+        ]
 
 
 def _arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -175,8 +175,13 @@ class Probe:
                     back()
                 yield Kept(back, state, batch, numbers, self._parameters)
         finally:
-            back(last=True)
-            self._parameters = []
+            try:
+                back(last=True)
+            except BaseException:  # Ctrl-C, out of memory: half a state is the worst to train on
+                back(last=True)
+                raise
+            finally:
+                self._parameters = []
 
     def _peak(self, arm: Arm, args: Any, kwargs: Any, back: Callable[[], None]) -> int | None:
         back()
