@@ -160,8 +160,8 @@ def faulty(names: dict[tuple[int, ...], str], name: str, factor: float, step: Ca
 def run(job: Job, *, steps: int, collects: Collects, **options: Any) -> Any:
     """A fit with a pair every few steps from beginning to end; its report."""
     every_pair: dict[str, Any] = {"pair_every_n_steps": PAIR_EVERY, "max_pairs": 10**6, "overhead_budget": 1.0}
-    undecided: dict[str, Any] = {"confidence": 1 - 1e-12, "end_to_end": "off"}
-    profiler = CompileProfiler(log=False, verbose=False, **{**every_pair, **undecided, **options})
+    unhurried: dict[str, Any] = {"min_speedup": 1e-9, "confidence": 1 - 1e-12, "end_to_end": "off"}
+    profiler = CompileProfiler(log=False, verbose=False, **{**every_pair, **unhurried, **options})
     fit(job, steps=steps, callbacks=[profiler, collects])
     return profiler.report
 
