@@ -209,7 +209,7 @@ def judged(
         rng=rng,
         tolerance=limit,
         within_tolerance=within,
-        eager_finite=eager_finite if sums else None,
+        eager_finite=eager_finite if sums or spoilt else None,
         compiled_finite=compiled_finite if sums or spoilt else None,
         reference=_errors(reference),
         stage=stage,
