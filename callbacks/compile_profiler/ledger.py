@@ -22,7 +22,7 @@ from compile_profiler.records import (
     Verdict,
 )
 from compile_profiler.stats import Interval, break_even_step, end_to_end_bracket, median_interval, saved_s, speedup
-from compile_profiler.verdict import RECENT_STEPS
+from compile_profiler.verdict import RECENT_STEPS, SKIPPED, UNSCHEDULED
 
 ORDINARY_STEPS = 50
 """Steps whose median is the ordinary step that a compiling step is compared with."""
@@ -92,8 +92,9 @@ class Ledger:
 
     @property
     def num_void_in_a_row(self) -> int:
-        """Pairs since the last usable one."""
-        return next((n for n, sample in enumerate(reversed(self.samples)) if sample.void is None), len(self.samples))
+        """Pairs that were due since the last usable one."""
+        due = [sample for sample in self.samples if sample.void not in UNSCHEDULED]
+        return next((n for n, sample in enumerate(reversed(due)) if sample.void is None), len(due))
 
     def steps_per_pair(self, overhead_budget: float) -> float:
         """Steps between two pairs at which measuring takes this share of training time."""
@@ -172,9 +173,17 @@ class Ledger:
         )
 
     def _drift(self) -> Drift:
-        """The last one of a training batch, or of a batch of validation where that alone is beyond tolerance."""
+        """The last one of a training batch, or of a batch of validation where that alone is beyond tolerance.
+
+        Where a gradient scaler has skipped a step, both arms have usually overflowed: that is no news.
+        """
+
+        def is_news(sample: Sample) -> bool:
+            drift = sample.drift
+            return drift is not None and (sample.void != SKIPPED or drift.within_tolerance is False)
+
         training, validation = (
-            next((s.drift for s in reversed(samples) if s.drift is not None), Drift())
+            next((s.drift for s in reversed(samples) if is_news(s)), None) or Drift()
             for samples in (self.samples, self.validations)
         )
         worse = validation.within_tolerance is False or (validation.eager_finite and not validation.compiled_finite)

@@ -21,7 +21,7 @@ from compile_profiler.probe import Probe, module_dtype
 from compile_profiler.records import Environment, Sample
 from compile_profiler.step_door import StepDoor
 from compile_profiler.tolerances import tolerance_for, unit_roundoff_for
-from compile_profiler.verdict import SKIPPED
+from compile_profiler.verdict import ALARM, SKIPPED
 from compile_profiler.watch import Watch
 from compile_profiler.windows import StepTime
 
@@ -123,7 +123,7 @@ class Rig:
         if alarm is not None:
             self.watch.rest()
             if sample.void is None and not (scheduled and alarm == "loss"):
-                sample = replace(sample, void=SKIPPED if alarm == "skip" else "alarm")
+                sample = replace(sample, void=SKIPPED if alarm == "skip" else ALARM)
         return sample
 
     def is_not_finite(self, sample: Sample) -> bool:

@@ -22,7 +22,7 @@ from compile_profiler.matching import Matching, with_eagers_numbers
 from compile_profiler.notices import failure, long_compile, near_limit, not_finite
 from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
 from compile_profiler.rig import Rig
-from compile_profiler.verdict import judge
+from compile_profiler.verdict import UNSCHEDULED, judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
 MAX_SHAPES_TO_REOPEN = 3
@@ -362,7 +362,8 @@ class Session:
         if not self._told_not_finite and self._rig.is_not_finite(sample):
             self._told_not_finite = True
             host.warn(not_finite(self._step, weights_finite=self._rig.weights_finite()))
-        self._num_since_pair = 0
+        if sample.void not in UNSCHEDULED:
+            self._num_since_pair = 0
         self._news = True
         self._window.drop(settle_steps=SETTLE_STEPS)
         self._look_again(sample)

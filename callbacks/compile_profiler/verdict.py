@@ -21,6 +21,9 @@ ragged last batch, two or three for a varying length, a few for ``batch_idx % k`
 
 SKIPPED = "skipped"
 """Void reason of a pair on a batch whose optimizer step a gradient scaler has skipped."""
+ALARM = "alarm"
+"""Void reason of a pair that was not due: the loss of its step was not finite."""
+UNSCHEDULED = frozenset({SKIPPED, ALARM})
 DRIFT_RUN = 3  # judged samples outside tolerance in a row: one alone can be an unlucky batch
 
 
