@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -93,8 +94,8 @@ class Ledger:
     @property
     def num_void_in_a_row(self) -> int:
         """Pairs that were due since the last usable one."""
-        due = [sample for sample in self.samples if sample.void not in UNSCHEDULED]
-        return next((n for n, sample in enumerate(reversed(due)) if sample.void is None), len(due))
+        since = itertools.takewhile(lambda sample: sample.void is not None, reversed(self.samples))
+        return sum(sample.void not in UNSCHEDULED for sample in since)
 
     def steps_per_pair(self, overhead_budget: float) -> float:
         """Steps between two pairs at which measuring takes this share of training time."""
@@ -180,7 +181,9 @@ class Ledger:
 
         def is_news(sample: Sample) -> bool:
             drift = sample.drift
-            return drift is not None and (sample.void != SKIPPED or drift.within_tolerance is False)
+            if drift is None or sample.void != SKIPPED:
+                return drift is not None
+            return drift.within_tolerance is False or bool(drift.eager_finite and not drift.compiled_finite)
 
         training, validation = (
             next((s.drift for s in reversed(samples) if is_news(s)), None) or Drift()
