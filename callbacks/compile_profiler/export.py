@@ -8,7 +8,7 @@ from pathlib import Path
 from compile_profiler import host
 from compile_profiler.records import Report
 from compile_profiler.render import events_markdown, verdict_markdown
-from compile_profiler.scalars import EVENTS_TAG, VERDICT_TAG, layout, scalars
+from compile_profiler.scalars import CHARTS, EVENTS_TAG, VERDICT_TAG, layout, scalars, whole_bands
 
 FILE_NAME = "compile_profile.json"
 
@@ -28,18 +28,28 @@ class Export:
         self._file = directory / FILE_NAME
         self._logs = log and bool(trainer.loggers) and not trainer.barebones
         self._laid_out = False
+        self._has_bands = False
         self._verbose = verbose and trainer.is_global_zero
         self._writes = bool(trainer.is_global_zero)
 
-    def log(self, report: Report, step: int) -> None:
-        """Scalars and texts to every logger, at the x-axis number ``step``."""
+    def log(self, report: Report, step: int, *, last: bool = False) -> None:
+        """Scalars and texts to every logger, at the x-axis number ``step``.
+
+        Args:
+            report: what is known.
+            step: where.
+            last: whether nothing follows in this fit: a fit too short for a band gets the curve in its middle.
+        """
         if not self._logs:
             return
         try:
             if not self._laid_out:
                 host.log_layout(self._trainer, layout())
                 self._laid_out = True
-            host.log_scalars(self._trainer, scalars(report), step)
+            figures = scalars(report)
+            whole = whole_bands(figures)
+            self._has_bands = self._has_bands or any(chart.band and chart.tags[0] in whole for chart in CHARTS)
+            host.log_scalars(self._trainer, figures if last and not self._has_bands else whole, step)
             host.log_text(self._trainer, VERDICT_TAG, verdict_markdown(report), step)
             host.log_text(self._trainer, EVENTS_TAG, events_markdown(report), step)
         except Exception as error:
