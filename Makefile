@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 # One on-disk cache of compiled kernels for all processes of a run. It may be empty: `make clean` empties it.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-CODE  := callbacks examples benchmarks tests
+CODE  := callbacks examples benchmarks tests docs/conf.py
 PROSE := README.md CHANGELOG.md CONTRIBUTING.md docs
 
 .DEFAULT_GOAL := help
@@ -38,7 +38,7 @@ pytest: $(VENV)/test.stamp  ## the tests and the doctests
 	$(BIN)/python -m pytest
 
 docs: $(VENV)/test.stamp  ## the site with the API reference, in build/site; a warning is an error
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m sphinx -E -W --keep-going -q docs build/site
 
 pictures: $(VENV)/test.stamp  ## take the screenshots in the docs anew: needs Chromium and its driver
 	COMPILE_PROFILER_BROWSER=required COMPILE_PROFILER_PICTURES=docs/pictures $(BIN)/python -m pytest tests/test_browser.py

@@ -185,7 +185,7 @@ def keep_picture(browser, name, height):
     folder = Path(__file__).parents[1] / os.environ.get("COMPILE_PROFILER_PICTURES", "build/pictures")
     folder.mkdir(parents=True, exist_ok=True)
     with Image.open(io.BytesIO(browser.get_screenshot_as_png())) as picture:
-        picture.quantize(64).save(folder / f"{name}.png", optimize=True)
+        picture.quantize(128).save(folder / f"{name}.png", optimize=True)
 
 
 def drawn(browser, num):
