@@ -29,7 +29,7 @@ from runs import Regression, loaders
 
 # Commands that are not run here, and what runs them instead.
 RUN_ELSEWHERE = {
-    r"pip install ((-e )?\.|\"[^\"]+\"|[\w\[\],.'-]+)$": "the environment of these tests is made by it",
+    r"pip install ": "the environment of these tests is made by it",
     r"git clone ": "takes a network",
     r"cd ": "a clone's folder",
     r"tensorboard --logdir ": "tests/test_browser.py starts it",
@@ -111,8 +111,11 @@ def page_module(monkeypatch):
     monkeypatch.setitem(sys.modules, "page", module)  # the compiler looks it up there
     monkeypatch.syspath_prepend(Path.cwd())  # scripts that a page writes import each other
     monkeypatch.delitem(sys.modules, "train", raising=False)
-    # Inductor would take a minute, and find the same graphs.
+    # Inductor would take a minute, and find the same graphs; the first steps of a run are enough.
     monkeypatch.setitem(CompileProfiler.__init__.__kwdefaults__, "backend", "aot_eager")
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "1")
+    monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "60")
+    monkeypatch.setenv("PL_TRAINER_ENABLE_PROGRESS_BAR", "False")
     return module
 
 
