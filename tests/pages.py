@@ -52,7 +52,7 @@ def commands(text: str) -> list[str]:
     ... ''')
     ["cat > a.py <<'EOF'\\nprint()\\n", 'python a.py']
     """
-    found, lines = [], iter(text.splitlines())
+    found, lines = [], iter(text.replace("\\\n", " ").splitlines())
     for line in lines:
         if line.endswith("<<'EOF'"):
             body = [line, *iter(lambda: next(lines), "EOF")]

@@ -21,6 +21,7 @@ import torch._dynamo
 from click.testing import CliRunner
 
 from compile_profiler import CompileProfiler, Report
+from compile_profiler.advice import advice, to_install
 from compile_profiler.cli import main
 from compile_profiler.records import Cause, Decision, Kind, Owner, Reason, Rng, Stage
 from examples import digits_cnn, recurrent_filter
@@ -33,6 +34,7 @@ RUN_ELSEWHERE = {
     r"git clone ": "takes a network",
     r"cd ": "a clone's folder",
     r"tensorboard --logdir ": "tests/test_browser.py starts it",
+    r"compile-profiler bench ": "tests/test_bench.py runs it; it takes a minute",
     r"compile-profiler doctor": "tests/test_cli.py runs it; it takes half a minute",
     r"(\.venv/bin/)?python -m examples\.\w+": "tests/test_examples.py trains them",
     r"(\.venv/bin/)?python -m benchmarks\.\w+": "tests/test_benchmarks.py runs them, smaller",
@@ -219,3 +221,25 @@ def test_the_assertion_for_ci_fails_with_the_line_that_breaks_the_graph(example,
 
     with pytest.raises(AssertionError, match=rf"test_docs\.py:{line} graph_break x1: Printing.*on_train_batch_end"):
         example.test_my_model_has_no_graph_breaks(tmp_path)
+
+
+def tables(page):
+    """The rows of all tables of a page, as lists of cells."""
+    lines = ((ROOT / "docs") / page).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+
+
+def test_the_page_of_failures_says_what_the_code_says():
+    """Every message of its tables leads to the sentence beside it, every package is the one that is named."""
+    rows = tables("failures.md")
+    answers = [(message, row[1]) for row in rows if len(row) == 2 for message in re.findall(r"`([^`]+)`", row[0])]
+    parts = {"C++ compiler": "compiler", "Python's headers": "headers", "OpenMP": "openmp"}
+    systems = ["debian", "fedora", "suse", "arch", "darwin"]
+    packages = [row for row in rows if row[0] in parts]
+
+    assert len(answers) > 12
+    assert [message for message, words in answers if words not in (advice(RuntimeError(message)) or "")] == []
+    assert len(packages) == len(parts)
+    for row in packages:
+        for system, package in zip(systems, row[1:], strict=True):
+            assert package == "\N{EN DASH}" or f"install {package}" in to_install(parts[row[0]], system)
