@@ -51,7 +51,7 @@ def logs(tmp_path_factory):
     """Two real runs, logged to TensorBoard: one that a sleeping backend slows down, one that is not measured."""
     folder = tmp_path_factory.mktemp("runs")
     torch.set_num_threads(1)  # as conftest.py does for each test
-    for name, options in {"slow": {"backend": sleepy(0.003)}, "watched": {"backend": "eager", "max_pairs": 0}}.items():
+    for name, options in {"slow": {"backend": sleepy(0.02)}, "watched": {"backend": "eager", "max_pairs": 0}}.items():
         logger = pl.loggers.TensorBoardLogger(folder, name=name)
         train(Regression, [CompileProfiler(verbose=False, **options)], logger=logger, max_steps=80)
     return folder

@@ -36,7 +36,7 @@ def test_the_event_file_read_back_holds_every_tag_where_the_users_values_stand(t
 
 def test_what_is_logged_last_is_what_the_report_says():
     logger = InMemoryLogger()
-    profiler = CompileProfiler(backend=sleepy(0.003), verbose=False)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False)
     train(Regression, [profiler], logger=logger, log_every_n_steps=7)
     last = {tag: value for _, row in logger.rows for tag, value in row.items() if tag in TAGS}
     report = profiler.report
@@ -50,7 +50,7 @@ def test_what_is_logged_last_is_what_the_report_says():
 
 def test_the_active_arm_is_one_until_the_run_goes_back_to_eager():
     logger = InMemoryLogger()
-    profiler = CompileProfiler(backend=sleepy(0.003), verbose=False)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False)
     train(Regression, [profiler], logger=logger)
     active = [(step, row["compile/active"]) for step, row in logger.rows if "compile/active" in row]
     decided = profiler.report.verdict.step
@@ -214,7 +214,7 @@ class Files(InMemoryLogger):
 
 def test_a_logger_that_makes_files_gets_a_text_at_changes_of_the_decision_and_what_is_compiled_how():
     logger = Files()
-    profiler = CompileProfiler(backend=sleepy(0.003), verbose=False)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False)
     train(Regression, [profiler], logger=logger)
     cards = [text.partition("\n")[0] for key, text in logger.texts if key == VERDICT_TAG]
 

@@ -18,7 +18,7 @@ TAGS = {scalar.tag for scalar in SCALARS}
 
 def profiled(logger):
     """A run that goes back to eager, so that its verdict changes once."""
-    profiler = CompileProfiler(backend=sleepy(0.003), verbose=False)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False)
     train(Regression, [profiler], logger=logger)
     return profiler
 

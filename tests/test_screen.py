@@ -23,7 +23,7 @@ from runs import Regression, loaders, sleepy
 
 warnings.filterwarnings("ignore")
 bar = {"rich": RichProgressBar, "tqdm": TQDMProgressBar}[sys.argv[1]]()
-profiler = CompileProfiler(backend=sleepy(0.003), warmup_steps=1, pair_every_n_steps=2)
+profiler = CompileProfiler(backend=sleepy(0.02), warmup_steps=1, pair_every_n_steps=2)
 options = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "accelerator": "cpu"}
 pl.Trainer(max_epochs=1, callbacks=[profiler, bar], **options).fit(Regression(), loaders()[0])
 """

@@ -35,13 +35,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "hooks": (set(), {"torch"}),
     "cells": ({"hooks"}, {"torch", "numpy"}),
     "sandbox": ({"cells", "hooks"}, {"torch", "numpy"}),
-    "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
+    "own_code": (set(), {"torch"}),
+    "arms": ({"hooks", "own_code"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
     "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
     "targets": ({"arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
+    "machine": ({"advice"}, {"torch"}),
     "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
     "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
@@ -53,14 +55,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
     "comparison": ({"records", "render"}, {"rich"}),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
-    "doctor": ({"advice", "observe"}, {"torch"}),
+    "doctor": ({"advice", "machine"}, {"torch"}),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
-    "pairs": ({"records", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
+    "pairs": ({"records", "notices", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
     "rig": ({"records", "drift", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"}, set()),
     "session": (
         {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "observe", "host"}
-        | {"export", "arguments", "rig", "notices", "targets"},
+        | {"export", "arguments", "machine", "rig", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
@@ -80,8 +82,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}
-DYNAMO_DOORS = {"observe", "arms"}
-COMPILER_INTERNALS = ("torch._dynamo", "torch._inductor", "torch._functorch")
+DYNAMO_DOORS = {"observe", "own_code", "arms", "machine"}
+COMPILER_INTERNALS = ("torch._dynamo", "torch._C._dynamo", "torch._inductor", "torch._functorch")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -11,7 +11,6 @@ import inspect
 import logging
 import math
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -93,12 +92,6 @@ def unsupported(trainer: Trainer, module: LightningModule) -> str | None:
 def target_for(module: LightningModule, target: str | Sequence[str]) -> str | Sequence[str]:
     """What to compile: a step that moves optimizers itself is no graph, the networks that it calls are."""
     return "networks" if target == "step" and not module.automatic_optimization else target
-
-
-def first_line(error: Exception) -> str:
-    """The error on one line, with as much of its text as fits; torch's own put the cause on the second line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {textwrap.shorten(text, 200) if text else 'without a message'}"
 
 
 def warn(message: str) -> None:
