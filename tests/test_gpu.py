@@ -1,14 +1,18 @@
 """The same promises on a CUDA device, where launches run ahead of the clock and graphs replay in fixed memory."""
 
 import gc
+import json
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 from torch.utils.data import DataLoader
 
 from compile_profiler import CompileProfiler
+from compile_profiler.cli import main
 from runs import Regression, differences, left_behind, train
 from test_manual import Accumulates, AccumulatesAndDrops, Adversarial
 from zoo import COMPILED_DIFFERS, ZOO, Checkpointing, Counters, CustomFunction, DropoutAndBatchNorm, MomentumQueue
@@ -157,6 +161,21 @@ def test_a_step_that_fails_on_the_gpu_is_trained_in_eager():
 
     assert profiler.report.verdict.reason == "compile_error"
     assert differences(plain, measured) == []
+
+
+def test_a_benchmark_measures_modes_on_the_device(tmp_path):
+    """CUDA graphs of one configuration are gone when the next one begins: each has a process of its own."""
+    module = f"{Path(__file__).with_name('bench_cases.py')}:Net"
+    modes = ["--mode", "default", "--mode", "reduce-overhead", "--steps", "60", "--device", "cuda"]
+    shown = CliRunner().invoke(main, ["bench", module, *modes, "--init", "width=256", "-o", str(tmp_path)])
+    found = json.loads((tmp_path / "bench.json").read_text())["configurations"]
+
+    assert shown.exit_code == 0, shown.stderr
+    assert [each["options"]["mode"] for each in found] == [None, "reduce-overhead"]
+    for each in found:
+        assert each["report"]["environment"]["device"] == torch.cuda.get_device_name()
+        assert each["report"]["speedup"]["num_pairs"] >= 6
+        assert each["report"]["memory"]["compiled_peak_bytes"] > 0
 
 
 class Block(nn.Module):

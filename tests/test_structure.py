@@ -44,19 +44,18 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
     "machine": ({"advice"}, {"torch"}),
-    "host": ({"records"}, {"torch", *LIGHTNING}),
+    "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
     "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
-    "export": ({"records", "scalars", "render", "host"}, set()),
+    "loggers": ({"arms"}, set()),
+    "export": ({"records", "scalars", "render", "host", "loggers"}, set()),
     "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
     "comparison": ({"records", "render"}, {"rich"}),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
     "doctor": ({"advice", "machine"}, {"torch"}),
-    "cli": ({"render", "runs_on_disk", "comparison", "page", "doctor"}, {"click", "rich"}),
-    "__main__": ({"cli"}, set()),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
     "pairs": ({"records", "notices", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
@@ -71,6 +70,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"records", "verdict", "checkpoint", "arms", "host", "render", "export", "arguments", "session"},
         set(),
     ),
+    # a user's module and a batch: what compiling does to them
+    "lookup": (set(), set()),
+    "bench_run": ({"arms", "host", "callback", "lookup", "render"}, {"torch"}),
+    "bench": ({"records", "export", "bench_run"}, set()),
+    "cli": (
+        {"render", "runs_on_disk", "comparison", "page", "doctor", "bench", "lookup"},
+        {"click", "rich"},
+    ),
+    "__main__": ({"cli"}, set()),
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}

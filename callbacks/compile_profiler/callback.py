@@ -143,6 +143,8 @@ class CompileProfiler(host.Callback):
             verbose=verbose,
         )
         self._session: Session | None = None
+        self._export: Export | None = None  # from the start of fit to its end
+        self._unseen = False  # a table that nobody has seen
         self._report = Report()
         self._directory: Path | None = None
         self._gave_up = False  # an error of our own has ended the fit's measuring
@@ -159,7 +161,7 @@ class CompileProfiler(host.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the fit at hand: a copy of the callback, or of a module with its trainer, starts afresh."""
-        return {**self.__dict__, "_session": None, "_report": self.report}
+        return {**self.__dict__, "_session": None, "_export": None, "_report": self.report}
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -181,6 +183,13 @@ class CompileProfiler(host.Callback):
         self._earlier = None
 
     @_guarded
+    def on_fit_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Say what is compiled how, before Lightning logs the user's hyperparameters."""
+        assert self._directory is not None
+        self._export = Export(trainer, self._directory, log=self._settings.log, verbose=self._settings.verbose)
+        self._export.describe(self._settings.config)
+
+    @_guarded
     def on_sanity_check_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """Compile before the first validation step if validation is to be compiled."""
         if "validate" in self._settings.stages:
@@ -193,9 +202,8 @@ class CompileProfiler(host.Callback):
 
     def _start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         if self._session is None and not self._gave_up:
-            assert self._directory is not None
-            export = Export(trainer, self._directory, log=self._settings.log, verbose=self._settings.verbose)
-            self._session = Session(self._settings, trainer, pl_module, export, on_trouble=self._give_up)
+            assert self._export is not None
+            self._session = Session(self._settings, trainer, pl_module, self._export, on_trouble=self._give_up)
             self._session.start(self._earlier)
 
     @_guarded
@@ -263,20 +271,30 @@ class CompileProfiler(host.Callback):
 
     @_guarded
     def on_train_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
-        """Take everything off the module, write the report, show it."""
+        """Take everything off the module, write the report."""
+        self._unseen = self._settings.verbose and trainer.is_global_zero and self._session is not None
         self._close()
-        if self._settings.verbose and trainer.is_global_zero:
+
+    @_guarded
+    def on_fit_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Show the report, now that the progress bars are done."""
+        if self._unseen:
             print_table(self._report)
+        self._unseen = False
 
     @_guarded
     def on_exception(self, trainer: host.Trainer, pl_module: host.LightningModule, exception: BaseException) -> None:
         """Take everything off the module, write the report."""
         self._close()
+        self._export = None
 
     @_guarded
     def teardown(self, trainer: host.Trainer, pl_module: host.LightningModule, stage: str) -> None:
         """The same where neither of the two was called."""
         self._close()
+        if self._export is not None:
+            self._export.describe_late(self._settings.config, self._report)
+            self._export = None
 
     def _close(self) -> None:
         if self._session is not None:

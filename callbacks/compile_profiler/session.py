@@ -154,7 +154,7 @@ class Session:
         self._observer.stop()
         report = self.report()
         self._export.write(report)
-        self._export.log(report, self._step)
+        self._export.log(report, self._step, last=True)
         return report
 
     def _leave(self) -> None:
