@@ -1,5 +1,6 @@
 """What the compiler did is told right: kind, owner, cause, place and count of every case, in real fits."""
 
+import dataclasses
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import compile_cases as cases
 from compile_cases import first_line, line_of
 from compile_profiler import CompileProfiler
 from compile_profiler.causes import detail_of, explain_break, explain_recompile
+from compile_profiler.compiler import Sources
 from compile_profiler.observe import Observer
 from runs import Regression, train
 
@@ -132,8 +134,7 @@ def observed(module_class, backend="aot_eager", target="step", stages=("train",)
 
 
 def not_zero(compiles):
-    names = ("graphs", "recompiles", "graph_breaks", "eager_frames", "limit_hits", "cudagraph_skips")
-    return {name: getattr(compiles, name) for name in names if getattr(compiles, name)}
+    return {name: getattr(compiles, name) for name in COUNTS if getattr(compiles, name)}
 
 
 def told(event):
@@ -355,19 +356,46 @@ def test_more_compilations_than_torch_keeps_records_of_are_all_seen(observer):
     assert sum(event.count for event in compiles.events) == 70
 
 
-@pytest.mark.parametrize("missing", ["get_compilation_metrics", "graph_break_reasons", "counters"])
-def test_a_missing_part_of_torch_costs_its_own_figures_alone(observer, monkeypatch, missing):
-    """Graphs are known from records or counters, breaks from their list."""
-    monkeypatch.delattr(dynamo_utils, missing)
+COUNTS = ("graphs", "recompiles", "graph_breaks", "eager_frames", "limit_hits", "cudagraph_skips")
 
-    torch.compile(lambda x: (print(x.shape), x * 2)[1] + x, backend="eager")(torch.ones(2) * 2)
-    found = observer.poll("train", step=0, epoch=0)
-    compiles = observer.compiles()
 
-    assert found
-    assert compiles.graphs == 1
-    assert compiles.graph_breaks == (missing != "graph_break_reasons")
-    assert compiles.recompiles == compiles.limit_hits == 0
+def printing(x):
+    print(x.shape)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "unknown"),
+    [
+        (["listeners"], []),
+        (["records"], ["recompiles", "eager_frames", "limit_hits"]),
+        (["break_reasons"], ["graph_breaks"]),
+        (["counters"], ["cudagraph_skips"]),
+        (["records", "counters"], ["graphs", "recompiles", "eager_frames", "limit_hits", "cudagraph_skips"]),
+        (["listeners", "records", "break_reasons"], ["recompiles", "graph_breaks", "eager_frames", "limit_hits"]),
+        (["listeners", "records", "break_reasons", "counters"], COUNTS),
+    ],
+    ids=", ".join,
+)
+def test_a_source_that_torch_lacks_costs_its_own_figures_alone(missing, unknown):
+    """They are null; the others are those of a complete torch."""
+    sources = dataclasses.replace(Sources.of_torch(), **dict.fromkeys(missing))
+    watching = Observer(sources)
+    watching.start()
+    watching.skip()
+
+    for size in (3, 4, 5):
+        torch.compile(printing, backend="eager")(torch.ones(size))
+    found = watching.poll("train", step=0, epoch=0)
+    watching.stop()
+    compiles = watching.compiles()
+
+    complete = {"graphs": 2, "recompiles": 1, "graph_breaks": 1, "eager_frames": 0, "limit_hits": 0}
+    assert found == sources.sees_compiling
+    assert {name for name in COUNTS if getattr(compiles, name) is None} == set(unknown)
+    assert {name: number for name, number in complete.items() if name not in unknown} == {
+        name: getattr(compiles, name) for name in complete if name not in unknown
+    }
 
 
 def test_polling_costs_two_microseconds_while_nothing_compiles(observer):

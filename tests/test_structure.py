@@ -41,7 +41,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "targets": ({"arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
-    "observe": ({"records", "places", "causes"}, {"torch"}),
+    "compiler": ({"records"}, {"torch"}),
+    "events": ({"records", "places", "causes"}, set()),
+    "tally": ({"records"}, set()),
+    "observe": ({"records", "places", "compiler", "events", "tally"}, set()),
     "host": ({"records", "arms", "manual", "guard"}, {"torch", *LIGHTNING}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
@@ -51,7 +54,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
     "comparison": ({"records", "render"}, {"rich"}),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
-    "doctor": ({"advice", "observe"}, {"torch"}),
+    "doctor": ({"advice", "compiler"}, {"torch"}),
     "cli": ({"render", "runs_on_disk", "comparison", "page", "doctor"}, {"click", "rich"}),
     "__main__": ({"cli"}, set()),
     # one fit: what is due, what follows
@@ -59,7 +62,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "pairs": ({"records", "sandbox", "arms", "host", "probe"}, {"torch"}),
     "session": (
         {"records", "verdict", "drift", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "guard"}
-        | {"observe", "host", "probe", "export", "arguments", "pairs", "notices", "targets"},
+        | {"compiler", "observe", "host", "probe", "export", "arguments", "pairs", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
@@ -70,7 +73,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}
-DYNAMO_DOORS = {"observe", "arms"}
+DYNAMO_DOORS = {"compiler", "arms"}
 COMPILER_INTERNALS = ("torch._dynamo", "torch._inductor", "torch._functorch")
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from compile_profiler.advice import advice
-from compile_profiler.observe import cache_folder, disabled
+from compile_profiler.compiler import cache_folder, disabled
 
 SETTINGS = (
     "CXX",

@@ -278,14 +278,17 @@ class Time(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiles(_Record):
-    """What the compiler did in stage ``train``; ``by_stage`` has every stage, ``events`` every place."""
+    """What the compiler did in stage ``train``; ``by_stage`` has every stage, ``events`` every place.
 
-    graphs: int = 0
-    recompiles: int = 0
-    graph_breaks: int = 0
-    eager_frames: int = 0
-    limit_hits: int = 0
-    cudagraph_skips: int = 0
+    A number is ``None`` where this version of torch does not tell it.
+    """
+
+    graphs: int | None = 0
+    recompiles: int | None = 0
+    graph_breaks: int | None = 0
+    eager_frames: int | None = 0
+    limit_hits: int | None = 0
+    cudagraph_skips: int | None = 0
     by_stage: dict[str, dict[str, int]] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
 

@@ -130,7 +130,7 @@ def figures(report: Report) -> list[Row]:
         ("compiling", known(time.compile_s, seconds), "extra time of steps in which something compiled"),
         ("measuring", known(time.probe_s, seconds), _told("{:.1f} % of training time", time.overhead_pct)),
         ("net saved", known(time.saved_s, seconds), _told("compiling is paid back at step {:,}", time.break_even_step)),
-        ("graphs", f"{report.compiles.graphs:,}", _compiles_basis(report.compiles)),
+        ("graphs", known(report.compiles.graphs, "{:,}".format), _compiles_basis(report.compiles)),
         ("loss drift", known(report.drift.loss_rel, small), _drift_basis(report.drift)),
         ("gradient drift", known(report.drift.grad_rel, small), _gradient_basis(report.drift)),
         ("peak memory", known(memory.compiled_peak_bytes, size), f"compiled; eager {eager_peak}"),
@@ -311,13 +311,13 @@ def small(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def count(number: int, noun: str) -> str:
-    """A number of things.
+def count(number: int | None, noun: str) -> str:
+    """A number of things, a dash for one that is not known.
 
-    >>> count(1, "pair"), count(2000, "pair")
-    ('1 pair', '2,000 pairs')
+    >>> count(1, "pair"), count(2000, "pair"), count(None, "pair") == f"{UNKNOWN} pairs"
+    ('1 pair', '2,000 pairs', True)
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{known(number, '{:,}'.format)} {noun}{'' if number == 1 else 's'}"
 
 
 def _three_digits(value: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compile_profiler import checkpoint, host, observe, targets
+from compile_profiler import checkpoint, compiler, host, targets
 from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
@@ -20,6 +20,7 @@ from compile_profiler.export import Export
 from compile_profiler.guard import Guard
 from compile_profiler.ledger import Ledger
 from compile_profiler.notices import long_compile, near_limit
+from compile_profiler.observe import Observer
 from compile_profiler.pairs import Pairs
 from compile_profiler.probe import Probe, module_dtype
 from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
@@ -56,7 +57,7 @@ class Session:
         self._environment = host.environment(trainer)
         self._identity = checkpoint.identity(module, settings.decisive(), self._environment)
         self._ledger = Ledger(confidence=settings.limits.confidence, whole_step=settings.end_to_end != "off")
-        self._observer = observe.Observer()
+        self._observer = Observer()
         self._clock = Clock(trainer.strategy.root_device)
         self._window = Window(self._clock)
         windows = settings.end_to_end == "windows" and settings.limits.max_pairs
@@ -88,7 +89,7 @@ class Session:
         obstacle = host.unsupported(self._trainer, self._module)
         if obstacle is not None:
             return self._refuse("unsupported", f"This version does not measure {obstacle}")
-        obstacle = observe.disabled()
+        obstacle = compiler.disabled()
         if obstacle is not None:
             return self._refuse("disabled", f"Nothing is compiled: {obstacle}")
         if earlier is not None and self._go_on_from(earlier):
@@ -337,7 +338,7 @@ class Session:
     def _decide(self) -> None:
         self._news = False
         compiles, left_out = self._observer.compiles(), self._observer.left_out
-        if self._ledger.num_compiled_steps and (not compiles.graphs or left_out is not None):
+        if self._ledger.num_compiled_steps and (compiles.graphs == 0 or left_out is not None):
             self._find_other_targets()
         verdict = judge(
             self._ledger.asked_samples,

@@ -175,7 +175,7 @@ def _nothing_compiled(
     never_ran: bool,
     other_targets: Sequence[str],
 ) -> _Finding | None:
-    if not num_compiled_steps or (compiles.graphs and left_out is None):
+    if not num_compiled_steps or (compiles.graphs != 0 and left_out is None):
         return None
     skipped = [event for event in compiles.events if event.kind == "skipped_frame" and event.stage == "train"]
     cause = left_out or next(iter(skipped), None)
