@@ -45,7 +45,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "events": ({"records", "places", "causes"}, set()),
     "tally": ({"records"}, set()),
     "observe": ({"records", "places", "compiler", "events", "tally"}, set()),
-    "host": ({"records", "arms", "manual", "guard"}, {"torch", *LIGHTNING}),
+    "host": ({"records"}, {"torch", *LIGHTNING}),
+    "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces
@@ -59,10 +60,23 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"cli"}, set()),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
-    "pairs": ({"records", "sandbox", "arms", "host", "probe"}, {"torch"}),
+    "pairs": ({"records", "sandbox", "arms", "host", "step_door", "probe"}, {"torch"}),
+    "rig": ({"records", "drift", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"}, set()),
     "session": (
-        {"records", "verdict", "drift", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "guard"}
-        | {"compiler", "observe", "host", "probe", "export", "arguments", "pairs", "notices", "targets"},
+        {
+            "records",
+            "verdict",
+            "advice",
+            "ledger",
+            "checkpoint",
+            "clock",
+            "windows",
+            "arms",
+            "compiler",
+            "observe",
+            "host",
+        }
+        | {"export", "arguments", "rig", "notices", "targets"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host

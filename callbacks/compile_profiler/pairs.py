@@ -13,6 +13,7 @@ from compile_profiler.arms import Arm
 from compile_profiler.probe import Probe
 from compile_profiler.records import Memory, Sample
 from compile_profiler.sandbox import StateTooLargeError
+from compile_profiler.step_door import NoLossError
 
 MAX_ERRORS = 3
 """Pairs that may fail before measuring is given up: a third failure is no accident."""
@@ -64,7 +65,7 @@ class Pairs:
 
     def _reason(self, error: Exception) -> str:
         """What to call a pair that failed; some failures mean that no pair can be had in this run."""
-        if isinstance(error, host.NoLossError):
+        if isinstance(error, NoLossError):
             return "no_loss"
         if isinstance(error, StateTooLargeError):
             self._stop(f"no pairs can be measured: {error}")

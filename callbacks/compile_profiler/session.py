@@ -15,15 +15,12 @@ from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock, profiler_is_on
-from compile_profiler.drift import tolerance_for, unit_roundoff_for
 from compile_profiler.export import Export
-from compile_profiler.guard import Guard
 from compile_profiler.ledger import Ledger
 from compile_profiler.notices import long_compile, near_limit
 from compile_profiler.observe import Observer
-from compile_profiler.pairs import Pairs
-from compile_profiler.probe import Probe, module_dtype
 from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
+from compile_profiler.rig import Rig
 from compile_profiler.verdict import judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
@@ -62,12 +59,7 @@ class Session:
         self._window = Window(self._clock)
         windows = settings.end_to_end == "windows" and settings.limits.max_pairs
         self._alternation = Alternation(self._clock, seed=settings.seed) if windows else None
-        self._guards: dict[str, Guard] = {}
-        # The four below exist while the run is compiled; without pairs it is compiled and not measured.
-        self._door: host.StepDoor | None = None
-        self._arm: CompiledArm | None = None
-        self._probe: Probe | None = None
-        self._pairs: Pairs | None = None
+        self._rig: Rig | None = None  # while the run is compiled
         self._other_targets: list[str] | None = None  # looked for where nothing was compiled
         self._never_ran = False
         self._step = 0
@@ -105,13 +97,17 @@ class Session:
             return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
         if arm.compiled_names:
             self._config["modules"] = list(arm.compiled_names)
-        self._arm = arm
-        overwrites = self._settings.replays_cuda_graphs
-        self._door = host.StepDoor(self._trainer, self._module, overwrites_gradients=overwrites)
-        self._guards = {hook: Guard(self._module, arm, self._on_failure, self._door.own_steps) for hook in hooks}
-        self._door.open(self._guards)
-        self._probe = self._new_probe(self._door)
-        self._pairs = self._new_pairs(self._probe) if self._settings.limits.max_pairs else None
+        self._rig = Rig(
+            self._settings,
+            self._trainer,
+            self._module,
+            arm,
+            hooks=hooks,
+            clock=self._clock,
+            environment=self._environment,
+            on_failure=self._on_failure,
+            compiled_something=self._observer.compiling,
+        )
         self._observer.own_functions = targets.own_functions(self._module, target, hooks)
         self._observer.start()
         self._observer.skip()
@@ -141,39 +137,6 @@ class Session:
         host.warn(f"{message}; training goes on as without the callback.")
         self._conclude(Verdict(decision="eager", reason=reason, message=f"{message}.", config=self._config))
 
-    def _new_probe(self, door: host.StepDoor) -> Probe:
-        settings = self._settings
-        tolerance, roundoff = settings.drift_tolerance, None
-        if tolerance is None:
-            dtype, tf32 = module_dtype(self._module), bool(self._environment.tf32)
-            autocast = host.autocast_dtype(self._trainer)
-            with contextlib.suppress(ValueError):  # a dtype of which no limit is known: drift is shown, not judged
-                tolerance = tolerance_for(dtype, autocast_dtype=autocast, tf32=tf32)
-                roundoff = unit_roundoff_for(dtype, autocast_dtype=autocast, tf32=tf32)
-        return Probe(
-            self._module,
-            one_pass=door.one_pass,
-            quiet=door.quiet,
-            roots=door.roots,
-            clock=self._clock,
-            tolerance=tolerance,
-            roundoff=roundoff,
-            matched_rng=settings.draws_eagers_numbers,
-            overwrites_gradients=settings.replays_cuda_graphs,
-            writes_gradients=door.own_steps is not None,
-            plain_pass=door.plain_pass if settings.drift_reference else None,
-            seed=settings.seed,
-        )
-
-    def _new_pairs(self, probe: Probe) -> Pairs:
-        return Pairs(
-            probe,
-            eager=EagerArm(self._module),
-            compiled=self._guards["training_step"],
-            compiled_something=self._observer.compiling,
-            compares=self._settings.limits.drift != "off",
-        )
-
     def finish(self) -> Report:
         """Take everything off the module, deliver the result; may be called twice."""
         self._leave()
@@ -185,17 +148,16 @@ class Session:
 
     def _leave(self) -> None:
         """Back to the user's own step; compiled code is released."""
-        if self._door is not None:
-            self._door.close()
-        if self._arm is not None:
-            self._arm.release()
-        self._door = self._arm = self._probe = self._pairs = None
+        if self._rig is not None:
+            self._ledger.own_s += self._rig.take_seconds()
+            self._rig.remove()
+        self._rig = None
 
     # -- the training loop -------------------------------------------------------------------------------------------
 
     def on_step_start(self) -> None:
         """Before a training step: what was compiled up to here was not compiled for it."""
-        if self._door is not None:
+        if self._rig is not None:
             if self._observer.compiling():
                 self._observer.skip()
             self._step_began_s = time.perf_counter()
@@ -205,7 +167,7 @@ class Session:
         began_s = time.perf_counter()
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
-        if self._door is not None:
+        if self._rig is not None:
             self._account(began_s - self._step_began_s)
             if self._is_due():
                 self._run_pair()
@@ -232,7 +194,7 @@ class Session:
     def _account(self, seconds: float) -> None:
         compiling = self._look("train")
         compiled = self._alternation is None or self._alternation.arm == "compiled"
-        boundary = self._door is not None and self._door.at_boundary()
+        boundary = self._rig is not None and self._rig.door.at_boundary()
         self._ledger.add_step(self._step, seconds, compiled=compiled, compiling=compiling)
         self._num_since_pair += int(boundary)
         if compiling:
@@ -252,13 +214,14 @@ class Session:
     def _alternate(self, boundary: bool) -> None:
         """Account for a step of the open window; the next step runs on the arm whose turn it is."""
         assert self._alternation is not None
+        assert self._rig is not None
         sample = self._alternation.step(self._step, boundary=boundary)
         if sample is not None:
             self._ledger.window_samples.append(sample)
             self._news = True
             if self._verdict.decision != "undecided":
                 self._alternation.rest(self._ledger.steps_per_couple(self._settings.overhead_budget))
-        for guard in self._guards.values():
+        for guard in self._rig.guards.values():
             guard.enabled = self._alternation.arm == "compiled"
 
     def _drop_windows(self) -> None:
@@ -268,7 +231,7 @@ class Session:
 
     def on_validation_step_end(self) -> None:
         """After a batch of validation or the sanity check."""
-        if self._door is not None:
+        if self._rig is not None:
             self._news |= self._look(host.stage_of(self._trainer))
 
     def on_disturbance(self) -> None:
@@ -280,12 +243,12 @@ class Session:
 
     def _is_due(self) -> bool:
         return (
-            self._pairs is not None
-            and not self._pairs.stopped
-            and self._door is not None
+            self._rig is not None
+            and self._rig.pairs is not None
+            and not self._rig.pairs.stopped
             and self._num_clean >= self._settings.warmup_steps
             and self._num_since_pair >= self._pair_interval()
-            and self._door.at_boundary()
+            and self._rig.door.at_boundary()
             and not profiler_is_on()  # it slows eager down more than compiled, and the pair would be in its record
             and (self._alternation is None or self._alternation.between)
         )
@@ -318,14 +281,15 @@ class Session:
             self._reopen("the answer was not clear")
 
     def _run_pair(self) -> None:
-        assert self._pairs is not None
-        assert self._door is not None
-        assert self._door.last_call is not None
+        assert self._rig is not None
+        pairs, call = self._rig.pairs, self._rig.door.last_call
+        assert pairs is not None
+        assert call is not None
         step_s = self._window.close()
         began_s = time.perf_counter()
-        sample = self._pairs.take(self._door.last_call, step=self._step, step_s=step_s)
-        if self._pairs.memory is not None:
-            self._ledger.memory = self._pairs.memory
+        sample = pairs.take(call, step=self._step, step_s=step_s)
+        if pairs.memory is not None:
+            self._ledger.memory = pairs.memory
         self._look("probe")
         self._num_since_pair = 0
         self._news = True
@@ -363,13 +327,13 @@ class Session:
 
     def _find_other_targets(self) -> None:
         """Once, where nothing was compiled: see in one eager pass, which leaves no trace, what the step calls."""
-        call = None if self._door is None else self._door.last_call
-        if self._other_targets is not None or self._probe is None or call is None or profiler_is_on():
+        call = None if self._rig is None else self._rig.door.last_call
+        if self._other_targets is not None or self._rig is None or call is None or profiler_is_on():
             return
         self._other_targets = []
         args, kwargs = call
         with contextlib.suppress(Exception):  # a step that cannot be run twice: no advice then
-            run = functools.partial(self._probe.rehearse, EagerArm(self._module), *args, **kwargs)
+            run = functools.partial(self._rig.probe.rehearse, EagerArm(self._module), *args, **kwargs)
             target = host.target_for(self._module, self._settings.target)
             names = targets.called(self._module, run)
             self._never_ran = targets.never_ran(self._module, target, names)
@@ -397,5 +361,6 @@ class Session:
 
     def report(self) -> Report:
         """Everything known now."""
-        self._ledger.own_s += sum(guard.take_seconds() for guard in self._guards.values())
+        if self._rig is not None:
+            self._ledger.own_s += self._rig.take_seconds()
         return self._ledger.report(self._verdict, self._observer.compiles(), self._environment)

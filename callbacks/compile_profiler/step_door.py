@@ -1,0 +1,255 @@
+"""Where a step passes from the Trainer to the module, and its loss back into ``backward``.
+
+Names checked on lightning 2.5 to 2.6.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compile_profiler import host
+from compile_profiler.arms import Arm, Call, EagerArm, called_once, patched
+from compile_profiler.guard import Guard
+from compile_profiler.manual import Counted, OwnSteps, Take
+
+
+class NoLossError(RuntimeError):
+    """The step returned no loss for this batch, so there is no backward pass to time."""
+
+
+class StepDoor:
+    """Where a step passes from the Trainer to the module and its loss back into ``backward``.
+
+    Between ``open`` and ``close`` the strategy's step methods and the precision plugin's ``backward`` pass through
+    here. What the Trainer and other callbacks see of the module stays as its author wrote it: a stand-in for the step
+    is on it only from the strategy to the call.
+
+    Args:
+        trainer: the Trainer.
+        module: its LightningModule.
+        overwrites_gradients: whether the compiled arm replays CUDA graphs, whose next run writes into the memory that
+            the gradients of the last one live in.
+    """
+
+    def __init__(
+        self, trainer: host.Trainer, module: host.LightningModule, *, overwrites_gradients: bool = False
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._overwrites_gradients = overwrites_gradients
+        self._undo = ExitStack()
+        self._strategy_step: Call = trainer.strategy.training_step
+        self._precision_backward: Call = trainer.strategy.precision_plugin.backward
+        self._callbacks = list(trainer.callbacks)
+        self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.own_steps = None if module.automatic_optimization else self._new_own_steps()
+        self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
+
+    def at_boundary(self) -> bool:
+        """Whether the batch at hand ended with an optimizer step, so that no accumulation window is open."""
+        if self.own_steps is not None:
+            return self.own_steps.stepped
+        return not self._trainer.fit_loop._should_accumulate()
+
+    def open(self, guards: Mapping[str, Guard]) -> None:
+        """Let each of these step methods run under its guard."""
+        strategy, precision = self._trainer.strategy, self._trainer.strategy.precision_plugin
+        patches: list[tuple[Any, str, Any]] = [
+            (strategy, hook, self._entry(hook, getattr(strategy, hook), guard)) for hook, guard in guards.items()
+        ]
+        if self.own_steps is None:
+            patches.append((precision, "backward", self._exit(guards["training_step"])))
+        else:
+            patches += [(precision, name, hook) for name, hook in self._backward_hooks.items()]
+            patches.append((precision, "backward", self._own_backward))
+            self.own_steps.open()
+            self._undo.callback(self.own_steps.close)
+        self._undo.enter_context(patched(patches))
+
+    def close(self) -> None:
+        """Take everything off again; may be called twice."""
+        self._undo.close()
+        self.last_call = None
+
+    def _entry(self, hook: str, step: Call, guard: Guard) -> Call:
+        run = functools.partial(guard.forward, hook)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            if self._tuner_is_at_work():
+                return step(*args, **kwargs)
+            in_batch: AbstractContextManager[None] = nullcontext()
+            if hook == "training_step":
+                self.last_call = (_repacked(args), _repacked(kwargs))
+                in_batch = nullcontext() if self.own_steps is None else self.own_steps.batch()
+            with in_batch, called_once(self._module, hook, run):
+                return step(*args, **kwargs)
+
+        return enter
+
+    def _tuner_is_at_work(self) -> bool:
+        """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
+        return not any(callback in self._callbacks for callback in self._trainer.callbacks)
+
+    def _new_own_steps(self) -> OwnSteps:
+        trainer, strategy = self._trainer, self._trainer.strategy
+        # Where manual_backward calls the hooks of callbacks and module; all that it does beside is to scale.
+        precision = strategy.precision_plugin
+        self._backward_hooks = {
+            "pre_backward": Counted(precision.pre_backward, self._own_loss),
+            "post_backward": Counted(precision.post_backward, lambda tensor, _module: tensor.detach()),
+        }
+
+        def wrapped() -> Iterator[tuple[Any, Any]]:
+            yield from ((wrapper, wrapper.optimizer) for wrapper in strategy._lightning_optimizers)
+            yield from ((optimizer, optimizer) for optimizer in trainer.optimizers)
+
+        return OwnSteps(
+            self._module,
+            wrapped=wrapped,
+            schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
+            hooks=list(self._backward_hooks.values()),
+        )
+
+    def _own_backward(self, *args: Any, **kwargs: Any) -> None:
+        with self._gradients_kept():
+            self._precision_backward(*args, **kwargs)
+
+    def _own_loss(self, tensor: Tensor, _module: Any) -> Tensor:
+        self._own_losses.append(tensor.detach())
+        return self._by_scaler(tensor)
+
+    def _exit(self, guard: Guard) -> Call:
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            def run(loss: Tensor) -> None:
+                self._precision_backward(loss, *args, **kwargs)
+
+            with self._gradients_kept():
+                guard.backward(run, tensor, self._eager_loss)
+
+        return backward
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """Move new gradients out of a CUDA graph's memory where an accumulation window goes on to the next replay.
+
+        Left there they are gone by the next step (PyTorch issue 169545), and eager cannot add to them either.
+        """
+        # A step that runs backward itself may do so again before it uses what it has got.
+        if not self._overwrites_gradients or (self.own_steps is None and self.at_boundary()):
+            yield
+            return
+        fresh = [parameter for parameter in self._module.parameters() if parameter.grad is None]
+        yield
+        for parameter in fresh:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+
+    def _eager_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of the user's own step, without a second round of hooks and logs."""
+        with self._trainer.strategy.precision_plugin.train_step_context():
+            output = EagerArm(self._module).run("training_step", *args, **kwargs)
+        return self._scaled(loss_of(output))
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """As the closure and the precision plugin scale a loss before ``backward``."""
+        return self._by_scaler(loss / self._trainer.accumulate_grad_batches)
+
+    def _by_scaler(self, loss: Tensor) -> Tensor:
+        scaler = getattr(self._trainer.strategy.precision_plugin, "scaler", None)
+        return loss if scaler is None else scaler.scale(loss)
+
+    def one_pass(
+        self, arm: Arm, parameters: Iterable[nn.Parameter], take: Take, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
+        """Forward and backward of one batch as in training, without hooks, logging and optimizer step.
+
+        Gradients are set to ``None`` between the two, where Lightning does it. Under manual optimization the whole
+        step of the user's is run, which does that itself, and ``take`` is called wherever it steps an optimizer.
+
+        Returns:
+            The detached loss as the step returned it, a scalar. Under manual optimization the sum of all that it ran
+            backward from if it returned none, and ``None`` if that cannot be seen either.
+
+        Raises:
+            NoLossError: the step returned none and left backward to Lightning.
+        """
+        # No torch.compiler.cudagraph_mark_step_begin() here: once anybody in the process has called it, torch relies on
+        # it alone, and the real steps, which do not call it, would never start a new generation again.
+        with torch.enable_grad():
+            with called_once(self._module, "training_step", functools.partial(arm.run, "training_step")):
+                if self.own_steps is not None:
+                    return self._own_pass(self.own_steps, take, self._strategy_step, *args, **kwargs)
+                output = self._strategy_step(*args, **kwargs)
+            loss = loss_of(output)
+            for parameter in parameters:
+                parameter.grad = None
+            optimizer = self._trainer.optimizers[0] if self._trainer.optimizers else None
+            self._precision_backward(self._scaled(loss), self._module, optimizer)
+        return loss.detach()
+
+    def plain_pass(self, take: Take, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Forward and backward of the user's own step in the module's dtype, without autocast.
+
+        Returns:
+            What ``one_pass`` returns; gradients are scaled as there.
+        """
+        step = functools.partial(EagerArm(self._module).run, "training_step")
+        with torch.enable_grad(), torch.autocast(self._trainer.strategy.root_device.type, enabled=False):
+            if self.own_steps is not None:
+                return self._own_pass(self.own_steps, take, step, *args, **kwargs)
+            loss = loss_of(step(*args, **kwargs))
+            self._module.backward(self._scaled(loss))
+        return loss.detach()
+
+    def _own_pass(self, own_steps: OwnSteps, take: Take, step: Call, *args: Any, **kwargs: Any) -> Tensor | None:
+        """A step that runs backward itself, moving nothing."""
+        self._own_losses.clear()
+        with own_steps.muted(take):
+            output = step(*args, **kwargs)
+        try:
+            return loss_of(output).detach()
+        except NoLossError:
+            return torch.stack(self._own_losses).sum() if self._own_losses else None
+        finally:
+            self._own_losses.clear()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Loggers that swallow everything, for what a step sends to ``self.logger`` directly."""
+        silent = [host.silent_logger(self._trainer) for _ in self._trainer.loggers]
+        with patched([(self._trainer, "_loggers", silent)]):
+            yield
+
+    def roots(self) -> list[Any]:
+        """What a step could write beside the module: the optimizers' parameter groups."""
+        own = [] if self.own_steps is None else self.own_steps.roots()
+        return [*(optimizer.param_groups for optimizer in self._trainer.optimizers), *own]
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in the output of a ``training_step``.
+
+    Raises:
+        NoLossError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise NoLossError(f"training_step returned {type(output).__name__} without a loss")
+    return loss
+
+
+def _repacked(batch: Any) -> Any:
+    """The same tensors in containers of our own: a step may pop from its batch, a pair needs it whole."""
+    kind = type(batch)
+    if kind is dict:
+        return {key: _repacked(value) for key, value in batch.items()}
+    if kind is list or kind is tuple:
+        return kind([_repacked(item) for item in batch])
+    return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch
