@@ -19,7 +19,8 @@ LIGHTNING = {"lightning", "lightning_utilities", "pytorch_lightning"}
 # A row names only rows above it, so data flows one way; a new module has to be given its place here.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # nouns
-    "records": (set(), set()),
+    "plain": (set(), set()),
+    "records": ({"plain"}, set()),
     # pure: values in, values out
     "stats": ({"records"}, {"numpy", "scipy"}),
     "verdict": ({"records", "stats"}, set()),
@@ -35,16 +36,19 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "hooks": (set(), {"torch"}),
     "cells": ({"hooks"}, {"torch", "numpy"}),
     "sandbox": ({"cells", "hooks"}, {"torch", "numpy"}),
-    "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
+    "parts": (set(), {"torch"}),
+    "shapes": (set(), {"torch"}),
+    "compiler": ({"records"}, {"torch"}),
+    "arms": ({"hooks", "compiler", "parts"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
     "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
-    "targets": ({"arms"}, {"torch"}),
+    "targets": ({"parts"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
-    "compiler": ({"records"}, {"torch"}),
     "events": ({"records", "places", "causes"}, set()),
     "tally": ({"records"}, set()),
-    "observe": ({"records", "places", "compiler", "events", "tally"}, set()),
+    "shortfalls": ({"records", "causes", "places", "compiler", "events"}, set()),
+    "observe": ({"records", "places", "compiler", "events", "shortfalls", "tally"}, set()),
     "host": ({"records"}, {"torch", *LIGHTNING}),
     "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
@@ -62,26 +66,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "arguments": ({"verdict", "arms"}, set()),
     "pairs": ({"records", "sandbox", "arms", "host", "step_door", "probe"}, {"torch"}),
     "rig": ({"records", "drift", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"}, set()),
+    "healing": ({"records", "compiler", "arms"}, set()),
+    "explainer": (
+        {"records", "notices", "clock", "arms", "targets", "observe", "host", "export", "arguments", "rig", "healing"}
+        | {"shapes"},
+        set(),
+    ),
     "session": (
-        {
-            "records",
-            "verdict",
-            "advice",
-            "ledger",
-            "checkpoint",
-            "clock",
-            "windows",
-            "arms",
-            "compiler",
-            "observe",
-            "host",
-        }
-        | {"export", "arguments", "rig", "notices", "targets"},
+        {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "compiler", "host"}
+        | {"export", "arguments", "rig", "explainer"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
     "callback": (
-        {"records", "verdict", "checkpoint", "arms", "host", "render", "export", "arguments", "session"},
+        {"records", "verdict", "checkpoint", "parts", "host", "render", "export", "arguments", "session"},
         set(),
     ),
     "__init__": ({"records", "callback"}, set()),

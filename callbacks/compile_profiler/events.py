@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from compile_profiler.causes import Explanation, detail_of, explain_break, explain_recompile, library_in
+from compile_profiler.causes import UNTRACEABLE, Explanation, detail_of, explain_break, explain_recompile, library_in
 from compile_profiler.places import Place, innermost, places_in, resolved, to_blame, written_name
 from compile_profiler.records import Event, Kind
 
 MAX_DETAIL = 300
+_IN_A_LIBRARY = (
+    "This happens in a library that is called here. Move the call out of the step, or mark the function that makes it "
+    "with torch.compiler.disable."
+)
 
 
 class Seen(NamedTuple):
@@ -66,20 +70,25 @@ def event(
     stack: Sequence[Place],
     here: dict[str, Any],
     seconds: float | None,
+    count: int = 1,
 ) -> Event:
     """An event whose place is the user's innermost frame of ``stack``, and whose detail is the gist of ``text``."""
-    place = innermost(stack)
+    place, owner = innermost(stack), to_blame(stack, library_in(text))
+    hint = explained.hint if explained else ""
+    if owner == "third_party" and (kind == "recompile" or hint == UNTRACEABLE):
+        hint = _IN_A_LIBRARY  # its code is not the user's to change
     return Event(
         **here,
         kind=kind,
         function=place.function if place else None,
         file=place.file if place else None,
         line=place.line if place else None,
-        owner=to_blame(stack, library_in(text)),
+        owner=owner,
         cause=explained.cause if explained else None,
         detail=detail_of(text)[:MAX_DETAIL],
-        hint=explained.hint if explained else "",
+        hint=hint,
         seconds=seconds,
+        count=count,
     )
 
 

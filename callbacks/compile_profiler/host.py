@@ -10,7 +10,8 @@ import importlib
 import inspect
 import mmap
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,13 @@ def unsupported(trainer: Trainer, module: LightningModule) -> str | None:
 def target_for(module: LightningModule, target: str | Sequence[str]) -> str | Sequence[str]:
     """What to compile: a step that moves optimizers itself is no graph, the networks that it calls are."""
     return "networks" if target == "step" and not module.automatic_optimization else target
+
+
+@contextmanager
+def step_context(trainer: Trainer) -> Iterator[None]:
+    """Grad mode and precision as a training step has them."""
+    with torch.enable_grad(), trainer.strategy.precision_plugin.train_step_context():
+        yield
 
 
 def first_line(error: Exception) -> str:

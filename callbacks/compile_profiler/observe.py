@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from compile_profiler.compiler import Sources, counts_parameters, recompile_limit
+from compile_profiler.compiler import BackendLog, Sources, counts_parameters, recompile_limit
 from compile_profiler.events import Seen, below, function_number, function_of, has_graph, of_break, of_record
 from compile_profiler.places import Place, calling_place
 from compile_profiler.records import Compiles, Event, Stage
+from compile_profiler.shortfalls import of_heard, untold_skip
 from compile_profiler.tally import Tally
 
 WARN_BEFORE_LIMIT = 2
@@ -49,18 +51,22 @@ class Observer:
     * ``skipped_frame``: functions left in eager as a whole. ``TORCH_LOGS`` calls what stopped them a graph break too;
       torch's own break counter does not have them.
     * ``limit_hit``: functions that are in eager from now on because they were recompiled too often.
-    * ``cudagraph_skip``: graphs that run without the CUDA graph asked for.
+    * ``cudagraph_skip``: graphs that run without the CUDA graph asked for, forward and backward each.
+    * ``backend_fallback``: operators that inductor runs as eager does.
 
     ``news`` is what the last look that found anything has found. ``own_functions`` are file and name of the functions
     that were to be compiled, as distinct from what they call.
 
     Args:
         sources: what torch tells; a source left out shows what its lack costs.
+        cuda_graphs: whether CUDA graphs were asked for.
     """
 
-    def __init__(self, sources: Sources | None = None) -> None:
+    def __init__(self, sources: Sources | None = None, *, cuda_graphs: bool = False) -> None:
         self._sources = Sources.of_torch() if sources is None else sources
         self._tally = Tally(self._sources.uncounted)
+        self._log = BackendLog()
+        self._recorded: set[str] | None = set() if cuda_graphs and self._sources.tells_cuda_graphs else None
         self.news = News()
         self.own_functions: frozenset[tuple[str, str]] = frozenset()
         self._own_skip: Event | None = None
@@ -79,10 +85,16 @@ class Observer:
         self._num_graphs = 0
         self._num_cudagraph_skips = 0
 
+    @property
+    def sees_compiling(self) -> bool:
+        """Whether a step in which something was compiled can be told from one in which nothing was."""
+        return self._sources.sees_compiling
+
     # -- listening -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Register the listeners; again after ``torch._dynamo.reset()``, which drops everybody's."""
+        self._log.open()
         handler = self._sources.listeners
         if handler is None:
             return
@@ -93,6 +105,7 @@ class Observer:
 
     def stop(self) -> None:
         """Remove the listeners; harmless when they are gone."""
+        self._log.close()
         handler = self._sources.listeners
         if handler is None:
             return
@@ -101,8 +114,10 @@ class Observer:
         if self._on_end in handler.end_callbacks:
             handler.remove_end_callback(self._on_end)
 
-    def _on_start(self, *_args: Any) -> None:  # torch 2.7 passes nothing, later versions a CallbackArgs
+    def _on_start(self, *args: Any) -> None:  # torch 2.7 passes nothing, later versions a CallbackArgs
         self._collect()
+        if self._recorded is not None and args and args[0].callback_trigger.name == "CUDAGRAPH_RECORDING":
+            self._recorded.add(str(args[0].compile_id))
         self._caller = calling_place()
         self._began = True
         self._began_s = time.perf_counter()
@@ -141,6 +156,7 @@ class Observer:
         self._began = False
         self._records.clear()
         self._reasons.clear()
+        self._log.heard.clear()
         self._compile_s = 0.0
         self._num_graphs = self._sources.counter("stats", "unique_graphs")
         self._num_cudagraph_skips = self._sources.counter("inductor", "cudagraph_skips")
@@ -155,15 +171,25 @@ class Observer:
     def compiling(self) -> bool:
         """Whether anything was compiled, or given up, since the last look."""
         self._collect()
-        return self._began or bool(self._records)
-
-    def poll(self, stage: Stage, *, step: int, epoch: int) -> bool:
-        """Take what was compiled since the last look as events of ``stage``; whether there was anything."""
-        self.start()
+        if self._began or self._records or self._log.heard:
+            return True
         # A function that meets the recompile limit, or anything after a reset, wakes no listener but leaves a record.
+        complete = self._sources.listeners is not None and self._sources.records is not None
+        return not complete and self._sources.counter("stats", "unique_graphs") != self._num_graphs
+
+    def poll(self, stage: Stage, *, step: int, epoch: int, shapes: Callable[[], str | None] | None = None) -> bool:
+        """Take what was compiled since the last look as events of ``stage``; whether there was anything.
+
+        Args:
+            stage: of the step at hand.
+            step: its x-axis number.
+            epoch: its epoch.
+            shapes: tells those of its batch; called only if something was compiled.
+        """
+        self.start()
         if not self.compiling():
             return False
-        here: dict[str, Any] = {"stage": stage, "step": step, "epoch": epoch}
+        here: dict[str, Any] = {"stage": stage, "step": step, "epoch": epoch, "shapes": shapes() if shapes else None}
         num_graphs = 0
         found: list[Event] = []
         near_limit: list[tuple[Event, int, int]] = []
@@ -183,16 +209,29 @@ class Observer:
         # A counter that has been cleared in between counts too little, a ring that is too small records too little.
         graphs = max(num_graphs, _risen(self._sources.counter("stats", "unique_graphs"), self._num_graphs))
         self._tally.count(stage, "graph", graphs)
-        skips = _risen(self._sources.counter("inductor", "cudagraph_skips"), self._num_cudagraph_skips)
-        if skips:
-            text = "A CUDA graph was skipped: inputs on the CPU, written in place, or of changing shape."
-            self._tally.add(Event(**here, kind="cudagraph_skip", cause="other", detail=text, count=skips))
+        self._add_shortfalls(here)
         self._forget()
         return True
 
+    def _add_shortfalls(self, here: dict[str, Any]) -> None:
+        """What inductor said, and CUDA graphs that it skipped without a word."""
+        compiled = [self._stacks.get(function_number(seen.what), []) for seen in self._records]
+        stack = next((stack for stack in compiled if stack), [])
+        events = [found for heard in self._log.heard if (found := of_heard(heard, stack, here)) is not None]
+        told = sum(event.kind == "cudagraph_skip" for event in events)
+        counted = _risen(self._sources.counter("inductor", "cudagraph_skips"), self._num_cudagraph_skips)
+        if counted > told:
+            events.append(untold_skip(counted - told, stack, here))
+        for event in events:
+            self._tally.add(event)
+
+    def forget_warnings(self) -> None:
+        """Tell again what is close to torch's limit: something has been changed that should have mended it."""
+        self._told_places.clear()
+
     def compiles(self) -> Compiles:
         """Counts and events so far."""
-        return self._tally.compiles()
+        return replace(self._tally.compiles(), cudagraphed=None if self._recorded is None else len(self._recorded))
 
     def _remember(self, seen: Seen) -> None:
         """Where a function is and who called it: the record of a later limit hit has only the function's number."""
