@@ -10,10 +10,12 @@ import torch
 
 from compile_profiler import host
 from compile_profiler.arms import Arm
+from compile_profiler.guard import Guard
 from compile_profiler.probe import Probe
 from compile_profiler.records import Memory, Sample
 from compile_profiler.sandbox import StateTooLargeError
 from compile_profiler.step_door import NoLossError
+from compile_profiler.windows import StepTime
 
 MAX_ERRORS = 3
 """Pairs that may fail before measuring is given up: a third failure is no accident."""
@@ -31,7 +33,7 @@ class Pairs:
     """
 
     def __init__(
-        self, probe: Probe, *, eager: Arm, compiled: Arm, compiled_something: Callable[[], bool], compares: bool
+        self, probe: Probe, *, eager: Arm, compiled: Guard, compiled_something: Callable[[], bool], compares: bool
     ) -> None:
         self._probe = probe
         self._eager = eager
@@ -46,8 +48,16 @@ class Pairs:
         """Peak bytes of both arms, once they have been measured."""
         return self._probe.memory
 
-    def take(self, call: tuple[tuple[Any, ...], dict[str, Any]], *, step: int, step_s: float | None) -> Sample:
-        """The pair on the batch that ``training_step`` was called with, and its x-axis number ``step``."""
+    def take(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]], *, step: int, ordinary: StepTime | None = None
+    ) -> Sample:
+        """The pair on a batch.
+
+        Args:
+            call: what ``training_step`` was called with.
+            step: x-axis number of the batch.
+            ordinary: the time of one step in the window that ended at this pair.
+        """
         args, kwargs = call
         try:
             sample = self._probe.measure(
@@ -55,12 +65,13 @@ class Pairs:
                 self._compiled,
                 *args,
                 step=step,
-                step_s=step_s,
                 compiled_something=self._compiled_something,
                 **kwargs,
             )
         except Exception as error:
             return Sample(step=step, eager_s=0.0, compiled_s=0.0, void=self._reason(error))
+        if ordinary is not None:
+            sample = replace(sample, step_s=ordinary.step_s, own_s=ordinary.own_s, coldness=self._compiled.coldness)
         return sample if self._compares else replace(sample, drift=None)
 
     def _reason(self, error: Exception) -> str:

@@ -96,7 +96,6 @@ class Probe:
         compiled: Arm,
         *args: Any,
         step: int,
-        step_s: float | None,
         compiled_something: Callable[[], bool],
         **kwargs: Any,
     ) -> Sample:
@@ -107,7 +106,6 @@ class Probe:
             compiled: the arm that is measured.
             *args: what ``training_step`` was called with.
             step: x-axis number of the batch.
-            step_s: seconds of a whole step in the window before, handed on to the sample.
             compiled_something: whether anything was compiled since the pair began; its times are void then.
             **kwargs: likewise.
 
@@ -145,7 +143,6 @@ class Probe:
             compiled_host_s=times[compiled.name].host_s,
             num_passes=num_passes,
             shape=shape,
-            step_s=step_s,
             void=void,
             drift=drift,
         )

@@ -59,6 +59,7 @@ class Session:
         self._rig: Rig | None = None  # while the run is compiled
         self._step = 0
         self._step_began_s = 0.0
+        self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
         self._num_clean = 0
         self._warm = False  # the first compiles of this fit are over
         self._num_since_pair = 0
@@ -154,9 +155,11 @@ class Session:
     def on_step_start(self) -> None:
         """Before a training step: what was compiled up to here was not compiled for it."""
         if self._rig is not None:
+            began_s = time.perf_counter()
             if self._explainer.observer.compiling():
                 self._explainer.observer.skip()
             self._step_began_s = time.perf_counter()
+            self._before_s = self._step_began_s - began_s
 
     def on_step_end(self) -> None:
         """After a training step: account for it, run a pair if one is due, decide, log."""
@@ -164,6 +167,7 @@ class Session:
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
         if self._rig is not None:
+            self._before_s += self._rig.door.take_seconds()
             self._account(began_s - self._step_began_s)
             if self._is_due():
                 self._run_pair()
@@ -172,8 +176,9 @@ class Session:
         if self._unlogged and host.logs_this_step(self._trainer):
             self._unlogged = False
             self._export.log(self.report(), self._step)
-            self._window.drop()
-        self._ledger.own_s += time.perf_counter() - began_s
+            self._pause_windows()
+        self._after_s = time.perf_counter() - began_s
+        self._ledger.own_s += self._before_s + self._after_s
 
     def _look(self, stage: Stage, batch: Any = None) -> bool:
         """Take what was compiled as events of ``stage``; whether there was anything."""
@@ -195,14 +200,14 @@ class Session:
         if compiling:
             self._num_clean = 0
             self._news = True
-            self._drop_windows()
+            self._pause_windows()
             if self._warm:
                 self._reopen("something was compiled again")
             return
         self._num_clean += 1
         self._warm |= self._num_clean >= self._settings.warmup_steps
         if self._alternation is None:
-            self._window.step()
+            self._window.step(self._before_s + self._after_s)
         elif self._num_clean >= self._settings.warmup_steps:
             self._alternate(boundary)
 
@@ -210,7 +215,7 @@ class Session:
         """Account for a step of the open window; the next step runs on the arm whose turn it is."""
         assert self._alternation is not None
         assert self._rig is not None
-        sample = self._alternation.step(self._step, boundary=boundary)
+        sample = self._alternation.step(self._step, boundary=boundary, own_s=self._before_s + self._after_s)
         if sample is not None:
             self._ledger.window_samples.append(sample)
             self._news = True
@@ -219,10 +224,10 @@ class Session:
         for guard in self._rig.guards.values():
             guard.enabled = self._alternation.arm == "compiled"
 
-    def _drop_windows(self) -> None:
-        self._window.drop()
+    def _pause_windows(self) -> None:
+        self._window.pause(settle_steps=SETTLE_STEPS)
         if self._alternation is not None:
-            self._alternation.drop()
+            self._alternation.pause()
 
     def on_validation_step_end(self, batch: Any) -> None:
         """After a batch of validation or the sanity check."""
@@ -231,7 +236,7 @@ class Session:
 
     def on_disturbance(self) -> None:
         """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
-        self._drop_windows()
+        self._pause_windows()
         self._num_clean = min(self._num_clean, self._settings.warmup_steps - 1)
 
     # -- pairs -------------------------------------------------------------------------------------------------------
@@ -280,9 +285,9 @@ class Session:
         pairs, call = self._rig.pairs, self._rig.door.last_call
         assert pairs is not None
         assert call is not None
-        step_s = self._window.close()
+        ordinary = self._window.close(settle_steps=SETTLE_STEPS)
         began_s = time.perf_counter()
-        sample = pairs.take(call, step=self._step, step_s=step_s)
+        sample = pairs.take(call, step=self._step, ordinary=ordinary)
         if pairs.memory is not None:
             self._ledger.memory = pairs.memory
         self._look("probe")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -49,6 +50,7 @@ class StepDoor:
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
         self._callbacks = list(trainer.callbacks)
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._seconds = 0.0
         self.own_steps = None if module.automatic_optimization else self._new_own_steps()
         self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
 
@@ -82,6 +84,7 @@ class StepDoor:
         run = functools.partial(guard.forward, hook)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
             if self._tuner_is_at_work():
                 return step(*args, **kwargs)
             in_batch: AbstractContextManager[None] = nullcontext()
@@ -89,9 +92,15 @@ class StepDoor:
                 self.last_call = (_repacked(args), _repacked(kwargs))
                 in_batch = nullcontext() if self.own_steps is None else self.own_steps.batch()
             with in_batch, called_once(self._module, hook, run):
+                self._seconds += time.perf_counter() - began_s
                 return step(*args, **kwargs)
 
         return enter
+
+    def take_seconds(self) -> float:
+        """Seconds that steps have spent in the door since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _tuner_is_at_work(self) -> bool:
         """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
