@@ -30,10 +30,12 @@ class Lines(logging.Handler):
 
     def __init__(self):
         super().__init__()
+        self.all = []
         self.of_compiling = []
 
     def emit(self, record):
         line = record.getMessage()
+        self.all.append(line)
         if line.startswith("CompileProfiler: compiling"):
             self.of_compiling.append(line)
 
@@ -114,6 +116,113 @@ def test_a_step_with_a_few_healthy_graphs_is_not_warned_of():
 
     assert report.compiles.recompiles == 2
     assert messages == []
+
+
+# -- a storm, or health ----------------------------------------------------------------------------------------------
+
+
+def test_compiling_without_end_that_never_meets_torchs_limit_is_a_storm():
+    report, messages = fitted(cases.CompilesWithoutEnd)
+    verdict = report.verdict
+
+    assert report.compiles.limit_hits == 0
+    assert messages == []
+    assert (verdict.decision, verdict.reason) == ("eager", "recompile_storm")
+    assert re.match(
+        r"Something was compiled in 17 of the last 64 steps, most often in by_a_new_function, which took [\d.]+ s; ",
+        verdict.message,
+    )
+
+
+@pytest.mark.parametrize(
+    ("module_class", "graphs"), [(cases.RaggedTail, 2), (cases.VaryingLength, 2), (cases.EveryThirdBatch, 3)]
+)
+def test_a_few_graphs_beside_validation_and_sanity_check_are_health(module_class, graphs):
+    """One more for a ragged tail, one for a varying length, a few for batch_idx % k; other stages are counted apart."""
+    run = {"max_steps": 80, "validate": True, "val_check_interval": 20}
+    report, messages = fitted(module_class, stages=("train", "validate"), run=run)
+    by_stage = report.compiles.by_stage
+
+    assert report.compiles.graphs == by_stage["train"]["graph"] == graphs
+    assert by_stage["sanity"]["graph"] == 1
+    assert report.verdict.decision == "compiled"
+    assert messages == []
+
+
+class Folds(cases.RaggedTail):
+    """One of many models of one class."""
+
+
+def test_each_of_ten_models_of_one_class_has_its_own_counts():
+    reports = [fitted(Folds, backend="eager", run={"max_steps": 7})[0] for _ in range(10)]
+
+    counts = [(report.compiles.graphs, report.compiles.recompiles) for report in reports]
+    assert counts == [(2, 1)] * 10
+    assert {report.verdict.decision for report in reports} == {"compiled"}
+
+
+def test_equal_blocks_with_adapters_share_two_graphs():
+    """The first one's input needs no gradient, that of the others does."""
+    compiles = fitted(cases.Adapters, "blocks")[0].compiles
+    (recompile,) = [event for event in compiles.events if event.kind == "recompile"]
+
+    assert (compiles.graphs, compiles.recompiles) == (2, 1)
+    assert (recompile.owner, recompile.cause, recompile.count) == ("user", "stage", 1)
+    assert (recompile.function, recompile.line) == ("training_step", line_of(cases.Adapters))
+
+
+def test_rows_picked_by_pythons_random_numbers_meet_the_limit_behind_their_break():
+    report, _ = fitted(cases.SamplesRows)
+    events = {event.kind: event for event in report.compiles.events}
+
+    assert report.verdict.reason == "recompile_limit"
+    assert (events["graph_break"].cause, events["graph_break"].line) == ("unsupported", line_of(cases.SamplesRows))
+    assert "Draw with torch.rand" in events["graph_break"].hint
+    assert (events["recompile"].cause, events["limit_hit"].count) == ("python_scalar", 1)
+
+
+def test_what_a_library_does_in_validation_is_counted_there_and_is_not_blamed_on_training():
+    """A figure drawn in validation: its line, its owner, no hint that asks to change the library."""
+    run = {"validate": True, "limit_val_batches": 1, "num_sanity_val_steps": 1, "max_steps": 3}
+    report, _ = fitted(cases.PlotsInValidation, backend="eager", stages=("train", "validate"), run=run)
+    events = [event for event in report.compiles.events if event.kind not in ("graph", "skipped_frame")]
+    lines = {line_of(cases.PlotsInValidation), line_of(cases.PlotsInValidation) - 1}
+
+    assert (report.compiles.graphs, report.compiles.recompiles, report.compiles.graph_breaks) == (1, 0, 0)
+    assert len(events) > 1
+    assert {(event.stage, event.owner, event.function) for event in events} == {
+        ("sanity", "third_party", "validation_step")
+    }
+    assert {event.line for event in events} <= lines
+    assert all("library" in event.hint for event in events if event.kind == "recompile")
+
+
+class Guarded(cases.Case):
+    """Reads many attributes, each of which has to be checked before each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(1, 1) for _ in range(300))
+        for n, part in enumerate(self.parts):
+            part.factor = n
+
+    def training_step(self, batch, batch_idx):
+        total = 0
+        for part in self.parts:
+            total += part.factor
+        return super().training_step(batch, batch_idx) * (1 + total)
+
+
+def test_the_time_to_find_a_graph_is_measured_by_what_there_is_to_check():
+    """Hundreds of attributes to check take many times longer than a few."""
+    options = {"backend": "eager", "max_pairs": 1, "pair_every_n_steps": 1, "run": {"max_steps": 8}}
+    plain = fitted(cases.Case, **options)[0].compiles.guard_s
+    guarded = fitted(Guarded, **options)[0].compiles.guard_s
+    forward = fitted(CallsForward, "forward", **options)[0].compiles
+
+    assert guarded > 4 * plain > 0
+    assert forward.graphs == 1
+    assert forward.guard_s is None  # not known for a target in place
 
 
 # -- nothing compiled: which target would be -------------------------------------------------------------------------

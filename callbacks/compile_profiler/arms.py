@@ -283,8 +283,10 @@ class CompiledArm:
             return None
         bound = inspect.signature(function).bind(self._module, *args, **kwargs)
         bound.apply_defaults()
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        enclosed = {name: cell.cell_contents for name, cell in cells}  # __class__ for one: super() needs it
         with patched(self._patches):
-            return lookup_s(function.__code__, bound.arguments)
+            return lookup_s(function.__code__, {**bound.arguments, **enclosed})
 
     def change(self, *, options: Mapping[str, Any], tracer: Mapping[str, Any]) -> None:
         """Compile anew from the next call on.

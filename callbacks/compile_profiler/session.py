@@ -189,6 +189,7 @@ class Session:
     def _on_remedy(self, remedy: Remedy) -> None:
         """The compiled target is another one from here on: pairs begin anew."""
         self._config["healed"] = [*self._config.get("healed", ()), remedy.change]
+        self._verdict = replace(self._verdict, config=dict(self._config))
         self._ledger.ask()
 
     def _account(self, seconds: float) -> None:

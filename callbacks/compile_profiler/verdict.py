@@ -290,9 +290,10 @@ def _speed(samples: Sequence[Sample], limits: Limits, num_steps_seen: int, *, gu
         return "undecided", "pending", f"No decision yet after {num_steps_seen} steps{so_far}."
     if outcome == "no_gain":
         below = f"below the {limits.min_speedup:.2f}x asked for"
-        guards = _guards(guard_s, used[:num_pairs])
-        return _against("no_gain", f"Compiling gains nothing here: {_figures(seen)}, {below}{guards}", limits)
-    unclear = f"No clear answer: {_figures(seen)}, too close to the {limits.min_speedup:.2f}x asked for"
+        below += _guards(guard_s, used[:num_pairs])
+        return _against("no_gain", f"Compiling gains nothing here: {_figures(seen)}, {below}", limits)
+    too_close = f"too close to the {limits.min_speedup:.2f}x asked for"
+    unclear = f"No clear answer: {_figures(seen)}, {too_close}{_guards(guard_s, used[:num_pairs])}"
     if outcome == "inconclusive" and (seen.median or 0) < 1:
         return _against("inconclusive", unclear, limits)
     # Kept on a gain of 2 %, given up only when slower than eager: between the two nothing is to be won by switching.
