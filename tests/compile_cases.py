@@ -313,8 +313,8 @@ class ReadsLearningRate(Case):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def training_step(self, batch, batch_idx):
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        return self.error(self.net(batch[0]), batch) * rate  # here
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]  # here
+        return self.error(self.net(batch[0]), batch) * rate
 
 
 class SamplesRows(Case):
@@ -353,7 +353,7 @@ class RoundOnTheHost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, value):
-        return torch.tensor(np.round(value.detach().numpy()))
+        return torch.from_numpy(np.round(value.detach().numpy()))
 
     @staticmethod
     def backward(ctx, gradient):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo import callback as dynamo_callback
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
 
@@ -340,6 +341,25 @@ def test_a_source_that_torch_lacks_costs_its_own_figures_alone(missing, unknown)
     assert {name: number for name, number in complete.items() if name not in unknown} == {
         name: getattr(compiles, name) for name in complete if name not in unknown
     }
+
+
+@pytest.mark.parametrize(
+    ("lost", "name", "unknown"),
+    [
+        (dynamo_utils, "get_compilation_metrics", {"recompiles", "eager_frames", "limit_hits"}),
+        (dynamo_callback, "callback_handler", set()),
+    ],
+    ids=["records", "listeners"],
+)
+def test_a_fit_under_a_torch_that_tells_less_reports_null_and_never_zero(lost, name, unknown, monkeypatch, tmp_path):
+    monkeypatch.delattr(lost, name)
+    compiles = observed(cases.CountsItself, backend="eager", default_root_dir=tmp_path, logger=False)
+    written = json.loads((tmp_path / "compile_profile.json").read_text())["compiles"]
+
+    assert {name for name in COUNTS if getattr(compiles, name) is None} == unknown
+    assert {name for name in COUNTS if written[name] is None} == unknown
+    assert (compiles.graphs, compiles.graph_breaks) == (LIMIT, 0)
+    assert compiles.limit_hits in (None, 1)
 
 
 def test_polling_costs_two_microseconds_while_nothing_compiles(observer):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compile_profiler.records import Compiles, Drift, EndToEnd, Environment, Event, Report, Speedup
+from compile_profiler.records import Compiles, Drift, EndToEnd, Environment, Event, Remedy, Report, Speedup
 
 T = TypeVar("T")
 Row = tuple[str, str, str]  # what, value, what the value rests on
@@ -24,6 +24,15 @@ MAX_VALUE = 28  # columns of a value in the table; a longer one would squeeze th
 MAX_EVENTS_IN_TABLE = 3  # the table is read at a glance
 MAX_EVENTS_IN_MARKDOWN = 50  # the page is scrolled; the JSON file has them all
 EVENT_HEADER = ("kind", "where", "function", "owner", "cause", "count", "seconds", "first seen", "detail")
+_WORST_FIRST = (
+    "limit_hit",
+    "skipped_frame",
+    "graph_break",
+    "cudagraph_skip",
+    "recompile",
+    "backend_fallback",
+    "graph",
+)
 STYLES = {"compiled": "green", "eager": "yellow", "undecided": "cyan"}
 
 
@@ -131,6 +140,7 @@ def figures(report: Report) -> list[Row]:
         ("measuring", known(time.probe_s, seconds), _told("{:.1f} % of training time", time.overhead_pct)),
         ("net saved", known(time.saved_s, seconds), _told("compiling is paid back at step {:,}", time.break_even_step)),
         ("graphs", known(report.compiles.graphs, "{:,}".format), _compiles_basis(report.compiles)),
+        *map(_healing_row, report.compiles.remedies),
         ("loss drift", known(report.drift.loss_rel, small), _drift_basis(report.drift)),
         ("gradient drift", known(report.drift.grad_rel, small), _gradient_basis(report.drift)),
         ("peak memory", known(memory.compiled_peak_bytes, size), f"compiled; eager {eager_peak}"),
@@ -140,7 +150,11 @@ def figures(report: Report) -> list[Row]:
 
 def _event_rows(events: tuple[Event, ...]) -> list[Row]:
     rows: list[Row] = [
-        (event.kind, f"{event.count:,} x", _joined(_place_of(event), event.function, event.cause, event.detail))
+        (
+            event.kind,
+            f"{event.count:,} x",
+            _joined(_place_of(event), event.function, event.cause, event.hint or event.detail),
+        )
         for event in _by_use(events)[:MAX_EVENTS_IN_TABLE]
     ]
     left_out = len(events) - len(rows)
@@ -148,7 +162,7 @@ def _event_rows(events: tuple[Event, ...]) -> list[Row]:
 
 
 def _by_use(events: Iterable[Event]) -> list[Event]:
-    return sorted(events, key=lambda event: event.kind == "graph")  # stable: otherwise in the order of happening
+    return sorted(events, key=lambda event: _WORST_FIRST.index(event.kind))  # stable: then in the order of happening
 
 
 def _place_of(event: Event) -> str | None:
@@ -177,7 +191,20 @@ def _end_to_end_basis(end_to_end: EndToEnd) -> str:
 def _compiles_basis(found: Compiles) -> str:
     rare = {"eager frame": found.eager_frames, "limit hit": found.limit_hits, "cudagraph skip": found.cudagraph_skips}
     always = (count(found.recompiles, "recompile"), count(found.graph_breaks, "graph break"))
-    return _joined(*always, *(count(number, noun) for noun, number in rare.items() if number))
+    replayed = _told("{:,} of them CUDA graphs", found.cudagraphed)
+    return _joined(*always, *(count(number, noun) for noun, number in rare.items() if number), replayed)
+
+
+def _healing_row(remedy: Remedy) -> Row:
+    result = {True: "helped", False: "did not help", None: "too early to tell"}[remedy.helped]
+    before, since = (
+        f"{count(recompiles, 'recompile')} in {count(steps, 'step')}"
+        for recompiles, steps in (
+            (remedy.recompiles_before, remedy.steps_before),
+            (remedy.recompiles_after, remedy.steps_after),
+        )
+    )
+    return "healing", result, f"step {remedy.step:,}: {remedy.change}; {before} before, {since} since"
 
 
 def _drift_basis(drift: Drift) -> str:
