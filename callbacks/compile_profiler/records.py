@@ -265,7 +265,10 @@ class EndToEnd(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time(Record):
-    """Where the seconds went: medians of both arms, compiling, measuring, the net saving so far."""
+    """Where the seconds went: medians of both arms, compiling, measuring, the net saving so far.
+
+    ``last_step`` is where this run is expected to end; a ``break_even_step`` behind it is not reached.
+    """
 
     eager_s: float | None = None
     compiled_s: float | None = None
@@ -273,6 +276,7 @@ class Time(Record):
     probe_s: float | None = None
     saved_s: float | None = None
     break_even_step: int | None = None
+    last_step: int | None = None
     overhead_pct: float | None = None
 
 

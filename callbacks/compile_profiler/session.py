@@ -356,4 +356,5 @@ class Session:
         """Everything known now."""
         if self._rig is not None:
             self._ledger.own_s += self._rig.take_seconds()
+        self._ledger.last_step = host.last_step(self._trainer)
         return self._ledger.report(self._verdict, self._explainer.compiles(), self._environment)
