@@ -122,7 +122,7 @@ def test_a_step_with_a_few_healthy_graphs_is_not_warned_of():
 
 
 def test_compiling_without_end_that_never_meets_torchs_limit_is_a_storm():
-    report, messages = fitted(cases.CompilesWithoutEnd)
+    report, messages = fitted(cases.CompilesWithoutEnd, backend="eager")
     verdict = report.verdict
 
     assert report.compiles.limit_hits == 0
@@ -134,13 +134,11 @@ def test_compiling_without_end_that_never_meets_torchs_limit_is_a_storm():
     )
 
 
-@pytest.mark.parametrize(
-    ("module_class", "graphs"), [(cases.RaggedTail, 2), (cases.VaryingLength, 2), (cases.EveryThirdBatch, 3)]
-)
+@pytest.mark.parametrize(("module_class", "graphs"), [(cases.VaryingLength, 2), (cases.EveryThirdBatch, 3)])
 def test_a_few_graphs_beside_validation_and_sanity_check_are_health(module_class, graphs):
     """One more for a ragged tail, one for a varying length, a few for batch_idx % k; other stages are counted apart."""
-    run = {"max_steps": 80, "validate": True, "val_check_interval": 20}
-    report, messages = fitted(module_class, stages=("train", "validate"), run=run)
+    run = {"max_steps": 40, "validate": True, "val_check_interval": 20}
+    report, messages = fitted(module_class, backend="eager", stages=("train", "validate"), run=run)
     by_stage = report.compiles.by_stage
 
     assert report.compiles.graphs == by_stage["train"]["graph"] == graphs
@@ -149,21 +147,17 @@ def test_a_few_graphs_beside_validation_and_sanity_check_are_health(module_class
     assert messages == []
 
 
-class Folds(cases.RaggedTail):
-    """One of many models of one class."""
+def test_each_of_several_models_of_one_class_has_the_whole_limit_to_itself():
+    """Five graphs each: of one budget of eight there would be none left for the second."""
+    reports = [fitted(cases.CountsItself, backend="eager", run={"max_steps": 5})[0] for _ in range(4)]
 
-
-def test_each_of_ten_models_of_one_class_has_its_own_counts():
-    reports = [fitted(Folds, backend="eager", run={"max_steps": 7})[0] for _ in range(10)]
-
-    counts = [(report.compiles.graphs, report.compiles.recompiles) for report in reports]
-    assert counts == [(2, 1)] * 10
-    assert {report.verdict.decision for report in reports} == {"compiled"}
+    assert [(report.compiles.graphs, report.compiles.recompiles) for report in reports] == [(5, 4)] * 4
+    assert [report.compiles.limit_hits for report in reports] == [0] * 4
 
 
 def test_equal_blocks_with_adapters_share_two_graphs():
     """The first one's input needs no gradient, that of the others does."""
-    compiles = fitted(cases.Adapters, "blocks")[0].compiles
+    compiles = fitted(cases.Adapters, "blocks", backend="eager")[0].compiles
     (recompile,) = [event for event in compiles.events if event.kind == "recompile"]
 
     assert (compiles.graphs, compiles.recompiles) == (2, 1)
@@ -172,7 +166,7 @@ def test_equal_blocks_with_adapters_share_two_graphs():
 
 
 def test_rows_picked_by_pythons_random_numbers_meet_the_limit_behind_their_break():
-    report, _ = fitted(cases.SamplesRows)
+    report, _ = fitted(cases.SamplesRows, backend="eager")
     events = {event.kind: event for event in report.compiles.events}
 
     assert report.verdict.reason == "recompile_limit"
@@ -182,19 +176,15 @@ def test_rows_picked_by_pythons_random_numbers_meet_the_limit_behind_their_break
 
 
 def test_what_a_library_does_in_validation_is_counted_there_and_is_not_blamed_on_training():
-    """A figure drawn in validation: its line, its owner, no hint that asks to change the library."""
     run = {"validate": True, "limit_val_batches": 1, "num_sanity_val_steps": 1, "max_steps": 3}
-    report, _ = fitted(cases.PlotsInValidation, backend="eager", stages=("train", "validate"), run=run)
-    events = [event for event in report.compiles.events if event.kind not in ("graph", "skipped_frame")]
-    lines = {line_of(cases.PlotsInValidation), line_of(cases.PlotsInValidation) - 1}
+    report, _ = fitted(cases.ScoresInValidation, backend="eager", stages=("train", "validate"), run=run)
+    events = [event for event in report.compiles.events if event.kind not in ("graph", "recompile")]
 
     assert (report.compiles.graphs, report.compiles.recompiles, report.compiles.graph_breaks) == (1, 0, 0)
-    assert len(events) > 1
-    assert {(event.stage, event.owner, event.function) for event in events} == {
-        ("sanity", "third_party", "validation_step")
+    assert {event.kind for event in events} == {"graph_break", "skipped_frame"}
+    assert {(event.stage, event.owner, event.function, event.line) for event in events} == {
+        ("sanity", "third_party", "validation_step", line_of(cases.ScoresInValidation))
     }
-    assert {event.line for event in events} <= lines
-    assert all("library" in event.hint for event in events if event.kind == "recompile")
 
 
 class Guarded(cases.Case):
@@ -392,8 +382,8 @@ def test_a_long_compile_is_told_with_function_step_reason_and_seconds(console, m
 
     start, first, again = console.of_compiling
     assert start.endswith("compiling training_step in the first steps; this can take a minute.")
-    assert re.search(r"compiling training_step took 0\.\d s at step 0: its first graph\.$", first)
-    assert re.search(r"compiling training_step took 0\.\d s at step \d: again, because .*expected 8, actual 3", again)
+    assert re.search(r"compiling training_step took [\d.]+ s at step 0: its first graph\.$", first)
+    assert re.search(r"compiling training_step took [\d.]+ s at step \d: again, because .*expected 8, actual 3", again)
 
 
 def test_a_quick_compile_and_a_quiet_callback_tell_nothing(console):

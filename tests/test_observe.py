@@ -19,7 +19,7 @@ from torch._dynamo.callback import callback_handler
 
 import compile_cases as cases
 from compile_cases import line_of
-from compile_expectations import EPOCHS, LIMIT, SETTLED, STEP, STORMS, markdown_table
+from compile_expectations import EPOCHS, LIMIT, OLD, SETTLED, STEP, STORMS, markdown_table
 from compile_profiler import CompileProfiler
 from compile_profiler.causes import detail_of, explain_break, explain_recompile
 from compile_profiler.compiler import Sources
@@ -92,6 +92,7 @@ def test_a_value_that_changes_on_every_step_meets_the_limit_and_is_named(module_
     assert named in limit_hit.hint
 
 
+@pytest.mark.skipif(OLD, reason="the table is that of torch 2.13")
 def test_the_docs_show_every_case_and_what_is_told_of_it():
     docs = (Path(FILE).parents[1] / "docs" / "explain.md").read_text(encoding="utf-8")
 
@@ -161,15 +162,15 @@ def test_a_limit_hit_carries_the_step_at_which_it_happened_and_no_time():
 
 
 def test_counts_are_those_of_torchs_own_logs():
-    """Lines and places that TORCH_LOGS prints for the very same fits, of every case."""
-    names = [case.__name__ for case in (*SETTLED, *STORMS)]
+    """Lines and places that TORCH_LOGS prints for the very same fits, of every case that is not merely one graph."""
+    names = [case.__name__ for case in (*SETTLED, *STORMS) if case in STORMS or SETTLED[case][1]]
     script = f"""if True:
         import json, sys
         import compile_cases, test_observe
         for name in {names}:
             print("#", name, file=sys.stderr, flush=True)
             test_observe.torch._dynamo.reset()
-            run = test_observe.EPOCHS if name == "ReadsCurrentEpoch" else {{"max_steps": 12}}
+            run = test_observe.EPOCHS if name == "ReadsCurrentEpoch" else {{"max_steps": 10}}
             found = test_observe.observed(getattr(compile_cases, name), backend="eager", **run)
             print(json.dumps([name, found.recompiles, found.graph_breaks]), file=sys.stderr, flush=True)
     """
