@@ -39,7 +39,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "parts": (set(), {"torch"}),
     "shapes": (set(), {"torch"}),
     "compiler": ({"records"}, {"torch"}),
-    "arms": ({"hooks", "compiler", "parts"}, {"torch", "numpy", "torchmetrics"}),
+    "own_code": (set(), {"torch"}),
+    "arms": ({"hooks", "own_code", "compiler", "parts"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
     "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
     "targets": ({"parts"}, {"torch"}),
@@ -49,22 +50,22 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "tally": ({"records"}, set()),
     "shortfalls": ({"records", "causes", "places", "compiler", "events"}, set()),
     "observe": ({"records", "places", "compiler", "events", "shortfalls", "tally"}, set()),
-    "host": ({"records"}, {"torch", *LIGHTNING}),
+    "machine": ({"advice"}, {"torch"}),
+    "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
     "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
-    "export": ({"records", "scalars", "render", "host"}, set()),
+    "loggers": ({"arms"}, set()),
+    "export": ({"records", "scalars", "render", "host", "loggers"}, set()),
     "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
     "comparison": ({"records", "render"}, {"rich"}),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
-    "doctor": ({"advice", "compiler"}, {"torch"}),
-    "cli": ({"render", "runs_on_disk", "comparison", "page", "doctor"}, {"click", "rich"}),
-    "__main__": ({"cli"}, set()),
+    "doctor": ({"advice", "machine"}, {"torch"}),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
-    "pairs": ({"records", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
+    "pairs": ({"records", "notices", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
     "rig": ({"records", "drift", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"}, set()),
     "healing": ({"records", "compiler", "arms"}, set()),
     "explainer": (
@@ -73,8 +74,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         set(),
     ),
     "session": (
-        {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "compiler", "host"}
-        | {"export", "arguments", "rig", "explainer"},
+        {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "host"}
+        | {"export", "arguments", "machine", "rig", "notices", "explainer"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
@@ -82,11 +83,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"records", "verdict", "checkpoint", "parts", "host", "render", "export", "arguments", "session"},
         set(),
     ),
+    # a user's module and a batch: what compiling does to them
+    "lookup": (set(), set()),
+    "bench_run": ({"parts", "host", "callback", "lookup", "render"}, {"torch"}),
+    "bench": ({"records", "export", "bench_run"}, set()),
+    "cli": (
+        {"render", "runs_on_disk", "comparison", "page", "doctor", "bench", "lookup"},
+        {"click", "rich"},
+    ),
+    "__main__": ({"cli"}, set()),
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}
-DYNAMO_DOORS = {"compiler", "arms"}
-COMPILER_INTERNALS = ("torch._dynamo", "torch._inductor", "torch._functorch")
+DYNAMO_DOORS = {"compiler", "own_code", "arms", "machine"}
+COMPILER_INTERNALS = ("torch._dynamo", "torch._C._dynamo", "torch._inductor", "torch._functorch")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from compile_profiler.compiler import lookup_s, tracing_with
 from compile_profiler.hooks import HookWatch
+from compile_profiler.own_code import OwnCode
 from compile_profiler.parts import submodules
 
 Call = Callable[..., Any]
@@ -87,24 +88,21 @@ def called_once(module: nn.Module, hook: str, call: Call) -> Iterator[None]:
     hook around it see the module as its author wrote it.
     """
     held = vars(module)
-    before = held.get(hook, _MISSING)
-
-    def take_off() -> None:
-        if held.get(hook) is stand_in:
-            if before is _MISSING:
-                del held[hook]
-            else:
-                held[hook] = before
+    given_back = {hook: held[hook]} if hook in held else {}
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        take_off()
+        if held.get(hook) is stand_in:
+            del held[hook]
+            held.update(given_back)
         return call(*args, **kwargs)
 
     held[hook] = stand_in
     try:
         yield
     finally:
-        take_off()
+        if held.get(hook) is stand_in:
+            del held[hook]
+            held.update(given_back)
 
 
 class DeferredLogs:
@@ -128,15 +126,18 @@ class DeferredLogs:
 
         self.stand_ins = {name: remember(name) for name in ("log", "log_dict")}
 
-    def replay(self, module: Any) -> None:
-        """Hand everything remembered to the module's real ``log`` and ``log_dict``, in order."""
+    def taken(self, module: Any) -> list[Call]:
+        """Everything remembered, as calls of the module's real ``log`` and ``log_dict``, in order."""
         entries = list(self.entries)
         self.entries.clear()
-        for name, args, kwargs in entries:
-            getattr(module, name)(
+        return [
+            functools.partial(
+                getattr(module, name),
                 *[_given_back(value) for value in args],
                 **{key: _given_back(value) for key, value in kwargs.items()},
             )
+            for name, args, kwargs in entries
+        ]
 
 
 def _copied(value: Any, graph: bool) -> Any:
@@ -212,11 +213,13 @@ class CompiledArm:
         self._tracer: dict[str, Any] = {}
         self._watch = HookWatch(module)
         self.logs = DeferredLogs()
+        self._own_code = OwnCode()
         self._compile()
 
     def _compile(self) -> None:
         """Compile the target as the module is now."""
         module = self._module
+        self._own_code.free()
         self._steps: dict[str, Call] = {}
         self._functions: dict[str, types.FunctionType] = {}
         self._in_place: list[tuple[nn.Module, Call]] = []
@@ -245,7 +248,7 @@ class CompiledArm:
         method = getattr(self._module, hook)
         function = getattr(method, "__func__", None)
         if isinstance(function, types.FunctionType) and method.__self__ is self._module:
-            self._functions[hook] = own = _own_code(function)
+            self._functions[hook] = own = self._own_code.of(function)
             return functools.partial(torch.compile(own, **self._options), self._module)
         return torch.compile(method, **self._options)
 
@@ -257,7 +260,7 @@ class CompiledArm:
                 continue  # the user compiled it already
             kind = type(submodule) if shared else name
             if kind not in by_class:
-                by_class[kind] = torch.compile(_own_code(_call_module), **self._options)
+                by_class[kind] = torch.compile(self._own_code.of(_call_module), **self._options)
             self._in_place.append((submodule, functools.partial(by_class[kind], submodule)))
             self.compiled_names.append(name)
 
@@ -306,6 +309,7 @@ class CompiledArm:
         self._in_place.clear()
         self._patches.clear()
         self.logs.entries.clear()
+        self._own_code.free()
 
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -328,18 +332,3 @@ def _compiled_by_user(module: nn.Module) -> dict[str, Call]:
         return {}
     # Tracing takes the way to the class's forward, past _compiled_call_impl, unless the object has one of its own.
     return {"forward": module.forward, "_compiled_call_impl": _outside_the_graph(theirs)}
-
-
-def _own_code(function: Call) -> types.FunctionType:
-    """The same function with a code object of its own.
-
-    Dynamo keeps compiled entries and the recompile limit by code object; without this a second fit, a second arm or
-    another model of the same class would start with the first one's budget used (torch 2.13 has
-    ``isolate_recompiles``, earlier versions nothing).
-    """
-    assert isinstance(function, types.FunctionType)
-    code = function.__code__.replace()
-    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    own.__kwdefaults__ = function.__kwdefaults__
-    own.__qualname__, own.__module__ = function.__qualname__, function.__module__
-    return own

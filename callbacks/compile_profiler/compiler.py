@@ -7,7 +7,6 @@ Everything here reads private parts of torch (names checked on 2.11 and 2.13). A
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 import sys
 import time
@@ -15,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -23,32 +21,8 @@ import torch
 import torch._dynamo
 from torch._dynamo import callback as dynamo_callback
 from torch._dynamo import utils as dynamo_utils
-from torch._inductor.runtime import cache_dir_utils
 
 from compile_profiler.records import Kind
-
-_STANCES = {
-    "force_eager": "leaves everything in eager",
-    "eager_on_recompile": "compiles nothing new",
-    "fail_on_recompile": "forbids to compile anything new",
-}
-
-
-def disabled() -> str | None:
-    """Why nothing can be compiled in this process: an environment variable, a setting or a stance; else ``None``."""
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        return "the environment variable TORCHDYNAMO_DISABLE=1 switches torch.compile off"
-    if getattr(torch._dynamo.config, "disable", False):
-        if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # which torch reads when it is imported
-            return "the environment variable TORCH_COMPILE_DISABLE=1 switches torch.compile off"
-        return "torch._dynamo.config.disable switches torch.compile off"
-    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", None)
-    return f"torch.compiler.set_stance('{stance}') {_STANCES[stance]}" if stance in _STANCES else None
-
-
-def cache_folder() -> Path:
-    """Where inductor keeps what it compiled; it need not be there yet."""
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir_utils.default_cache_dir())
 
 
 def recompile_limit() -> int | None:

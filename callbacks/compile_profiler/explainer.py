@@ -49,7 +49,8 @@ class Explainer:
         self._healer: Healer | None = None
         self._arm: CompiledArm | None = None
         self._guard_s: float | None = None
-        self.observer = Observer(cuda_graphs=settings.replays_cuda_graphs)
+        inductor = settings.options["backend"] == "inductor"
+        self.observer = Observer(inductor=inductor, cuda_graphs=settings.replays_cuda_graphs)
         self.other_targets: list[str] | None = None  # looked for where nothing was compiled
         self.never_ran = False
 

@@ -59,13 +59,15 @@ class Observer:
 
     Args:
         sources: what torch tells; a source left out shows what its lack costs.
+        inductor: whether inductor is the backend, so that it is worth listening to.
         cuda_graphs: whether CUDA graphs were asked for.
     """
 
-    def __init__(self, sources: Sources | None = None, *, cuda_graphs: bool = False) -> None:
+    def __init__(self, sources: Sources | None = None, *, inductor: bool = False, cuda_graphs: bool = False) -> None:
         self._sources = Sources.of_torch() if sources is None else sources
         self._tally = Tally(self._sources.uncounted)
         self._log = BackendLog()
+        self._inductor = inductor
         self._recorded: set[str] | None = set() if cuda_graphs and self._sources.tells_cuda_graphs else None
         self.news = News()
         self.own_functions: frozenset[tuple[str, str]] = frozenset()
@@ -77,6 +79,7 @@ class Observer:
         self._began = False
         self._broken_off = False
         self._caller: Place | None = None
+        self._trouble: Exception | None = None  # of a listener, for the next look to raise
         self._last_record: Any = None
         self._last_reason: Any = None
         self._records: list[Seen] = []
@@ -94,7 +97,8 @@ class Observer:
 
     def start(self) -> None:
         """Register the listeners; again after ``torch._dynamo.reset()``, which drops everybody's."""
-        self._log.open()
+        if self._inductor:
+            self._log.open()
         handler = self._sources.listeners
         if handler is None:
             return
@@ -115,11 +119,14 @@ class Observer:
             handler.remove_end_callback(self._on_end)
 
     def _on_start(self, *args: Any) -> None:  # torch 2.7 passes nothing, later versions a CallbackArgs
-        self._collect()
-        if self._recorded is not None and args and args[0].callback_trigger.name == "CUDAGRAPH_RECORDING":
-            self._recorded.add(str(args[0].compile_id))
-        self._caller = calling_place()
         self._began = True
+        try:
+            self._collect()
+            self._caller = calling_place()
+            if self._recorded is not None and args and args[0].callback_trigger.name == "CUDAGRAPH_RECORDING":
+                self._recorded.add(str(args[0].compile_id))
+        except Exception as error:  # here it would fail a compile that may be somebody else's
+            self._trouble = error
         self._began_s = time.perf_counter()
         self._broken_off = False
 
@@ -129,7 +136,10 @@ class Observer:
         if self._began_s is not None:
             self._compile_s += time.perf_counter() - self._began_s
             self._began_s = None
-        self._collect()
+        try:
+            self._collect()
+        except Exception as error:
+            self._trouble = error
 
     def _collect(self) -> None:
         """Take what torch has noted since the last time.
@@ -187,6 +197,8 @@ class Observer:
             shapes: tells those of its batch; called only if something was compiled.
         """
         self.start()
+        if self._trouble is not None:
+            raise self._trouble
         if not self.compiling():
             return False
         here: dict[str, Any] = {"stage": stage, "step": step, "epoch": epoch, "shapes": shapes() if shapes else None}

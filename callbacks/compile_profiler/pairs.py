@@ -11,6 +11,7 @@ import torch
 from compile_profiler import host
 from compile_profiler.arms import Arm
 from compile_profiler.guard import Guard
+from compile_profiler.notices import first_line
 from compile_profiler.probe import Probe
 from compile_profiler.records import Memory, Sample
 from compile_profiler.sandbox import StateTooLargeError
@@ -86,7 +87,7 @@ class Pairs:
             return "out_of_memory"
         self._num_errors += 1
         if self._num_errors == 1:
-            host.warn(f"a pair failed and is not used, the run is not affected: {host.first_line(error)}")
+            host.warn(f"a pair failed and is not used, the run is not affected: {first_line(error)}")
         if self._num_errors == MAX_ERRORS:
             self._stop(f"{MAX_ERRORS} pairs have failed; training goes on unmeasured.")
         return "error"

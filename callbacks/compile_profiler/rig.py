@@ -29,6 +29,7 @@ class Rig:
         clock: seconds on the module's device.
         environment: settings that tolerances depend on.
         on_failure: called with the error of a compiled step whose batch has been trained in eager.
+        on_trouble: called with an error of our own in the midst of a step.
         compiled_something: whether anything was compiled since a pair began.
     """
 
@@ -43,11 +44,14 @@ class Rig:
         clock: Clock,
         environment: Environment,
         on_failure: Callable[[Exception], None],
+        on_trouble: Callable[[Exception], None],
         compiled_something: Callable[[], bool],
     ) -> None:
         self._arm = arm
-        self.door = StepDoor(trainer, module, overwrites_gradients=settings.replays_cuda_graphs)
-        self.guards = {hook: Guard(module, arm, on_failure, self.door.own_steps) for hook in hooks}
+        self.door = StepDoor(trainer, module, on_trouble=on_trouble, overwrites_gradients=settings.replays_cuda_graphs)
+        self.guards = {
+            hook: Guard(module, arm, on_failure, on_trouble, own_steps=self.door.own_steps) for hook in hooks
+        }
         tolerance, roundoff = settings.drift_tolerance, None
         if tolerance is None:
             dtype, tf32 = module_dtype(module), bool(environment.tf32)
@@ -86,5 +90,7 @@ class Rig:
 
     def remove(self) -> None:
         """Give the module its own step back, release compiled code; may be called twice."""
-        self.door.close()
-        self._arm.release()
+        try:
+            self.door.close()
+        finally:
+            self._arm.release()

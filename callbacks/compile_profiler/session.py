@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from compile_profiler import checkpoint, compiler, host
+from compile_profiler import checkpoint, host, machine
 from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm
@@ -16,6 +18,7 @@ from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.explainer import Explainer
 from compile_profiler.export import Export
 from compile_profiler.ledger import Ledger
+from compile_profiler.notices import failure
 from compile_profiler.records import Reason, Remedy, Report, Sample, Stage, Verdict
 from compile_profiler.rig import Rig
 from compile_profiler.verdict import judge
@@ -24,11 +27,6 @@ from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 MAX_SHAPES_TO_REOPEN = 3
 _MAX_BACKOFF = 10
 _HOOKS = {"train": "training_step", "validate": "validation_step"}
-_FAILURES: dict[Reason, str] = {
-    "compile_error": "Compiling failed",
-    "runtime_error": "The compiled step failed",
-    "out_of_memory": "The compiled step ran out of memory",
-}
 
 
 class Session:
@@ -39,13 +37,23 @@ class Session:
         trainer: the Trainer.
         module: its LightningModule.
         export: where reports go.
+        on_trouble: called with an error of our own in the midst of a step.
     """
 
-    def __init__(self, settings: Settings, trainer: host.Trainer, module: host.LightningModule, export: Export) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        trainer: host.Trainer,
+        module: host.LightningModule,
+        export: Export,
+        *,
+        on_trouble: Callable[[Exception], None],
+    ) -> None:
         self._settings = settings
         self._trainer = trainer
         self._module = module
         self._export = export
+        self._on_trouble = on_trouble
         self._config = settings.config
         self._verdict = Verdict(config=self._config)
         self._environment = host.environment(trainer)
@@ -77,7 +85,7 @@ class Session:
         obstacle = host.unsupported(self._trainer, self._module)
         if obstacle is not None:
             return self._refuse("unsupported", f"This version does not measure {obstacle}")
-        obstacle = compiler.disabled()
+        obstacle = machine.disabled()
         if obstacle is not None:
             return self._refuse("disabled", f"Nothing is compiled: {obstacle}")
         if not self._explainer.observer.sees_compiling:
@@ -86,13 +94,17 @@ class Session:
             )
         if earlier is not None and self._go_on_from(earlier):
             return None
+        if self._settings.options["backend"] == "inductor":
+            obstacle = machine.missing(self._trainer.strategy.root_device)
+            if obstacle is not None:
+                return self._refuse("compile_error", f"Nothing can be compiled here. {obstacle.rstrip('.')}")
         hooks = [_HOOKS[stage] for stage in self._settings.stages]
         try:
             target = host.target_for(self._module, self._settings.target)
             arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
         except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-            what_to_do = advice(error) or ""
-            return self._refuse("compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip())
+            what_to_do = advice(error, machine.system())
+            return self._refuse("compile_error", failure("compile_error", error, what_to_do))
         if target == "networks" and not arm.compiled_names:
             return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
         if arm.compiled_names:
@@ -106,6 +118,7 @@ class Session:
             clock=self._clock,
             environment=self._environment,
             on_failure=self._on_failure,
+            on_trouble=self._on_trouble,
             compiled_something=self._explainer.observer.compiling,
         )
         self._explainer.start(arm, target, hooks)
@@ -139,7 +152,7 @@ class Session:
         self._explainer.observer.stop()
         report = self.report()
         self._export.write(report)
-        self._export.log(report, self._step)
+        self._export.log(report, self._step, last=True)
         return report
 
     def _leave(self) -> None:
@@ -149,6 +162,24 @@ class Session:
             self._rig.remove()
         self._rig = None
         self._explainer.release()
+
+    def abandon(self, message: str) -> Report:
+        """After an error of our own: take everything off, whatever else fails by then."""
+        self._verdict = Verdict(decision="eager", reason="disabled", message=message, config=self._config)
+        report = Report(verdict=self._verdict, environment=self._environment)
+        rig, self._rig = self._rig, None
+        with contextlib.suppress(Exception):
+            if rig is not None:
+                rig.remove()
+        with contextlib.suppress(Exception):
+            self._explainer.observer.stop()
+            self._explainer.release()
+        with contextlib.suppress(Exception):
+            self._verdict = replace(self._verdict, step=self._step)
+            report = self.report()
+        with contextlib.suppress(Exception):
+            self._export.write(report)
+        return report
 
     # -- the training loop -------------------------------------------------------------------------------------------
 
@@ -303,7 +334,7 @@ class Session:
 
     def _decide(self) -> None:
         self._news = False
-        obstacle = compiler.disabled()
+        obstacle = machine.disabled()
         if obstacle is not None and self._explainer.compiles().graphs == 0:  # switched off since the fit began
             self._refuse("disabled", f"Nothing is compiled: {obstacle}")
             return
@@ -347,8 +378,7 @@ class Session:
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         self._look(host.stage_of(self._trainer))
-        what_to_do = advice(error)
-        message = f"{_FAILURES[reason]}: {host.first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
+        message = failure(reason, error, advice(error, machine.system()))
         host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
         self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
 
