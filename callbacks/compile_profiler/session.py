@@ -89,9 +89,7 @@ class Session:
         if obstacle is not None:
             return self._refuse("disabled", f"Nothing is compiled: {obstacle}")
         if not self._explainer.observer.sees_compiling:
-            return self._refuse(
-                "unsupported", "This torch does not tell when it compiles: no step is known to be clean"
-            )
+            return self._refuse("unsupported", "This torch does not tell when it compiles")
         if earlier is not None and self._go_on_from(earlier):
             return None
         if self._settings.options["backend"] == "inductor":
