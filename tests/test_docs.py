@@ -23,7 +23,9 @@ from click.testing import CliRunner
 from compile_profiler import CompileProfiler, Report
 from compile_profiler.advice import advice, to_install
 from compile_profiler.cli import main
+from compile_profiler.drift import NOISE_FACTOR
 from compile_profiler.records import Cause, Decision, Kind, Owner, Reason, Rng, Stage
+from compile_profiler.tolerances import tolerance_for, unit_roundoff_for
 from examples import digits_cnn, recurrent_filter
 from pages import PAGES, ROOT, blocks, commands
 from runs import Regression, loaders
@@ -223,9 +225,30 @@ def test_the_assertion_for_ci_fails_with_the_line_that_breaks_the_graph(example,
         example.test_my_model_has_no_graph_breaks(tmp_path)
 
 
+def test_the_limits_in_the_page_on_drift_are_those_of_the_code():
+    """Every row: unit roundoff, growth and limit of one precision, to the digits that are shown."""
+    rows = re.findall(
+        r"^\| (float64|float32|TF32|bfloat16|float16) \| (\S+) \| (\d+) \| (\S+) \|",
+        (ROOT / "docs" / "drift.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) == 5
+    for name, roundoff, growth, limit in rows:
+        dtype, tf32 = getattr(torch, name, torch.float32), name == "TF32"
+        found = unit_roundoff_for(dtype, tf32=tf32), tolerance_for(dtype, tf32=tf32)
+        assert (f"{found[0]:.1e}", f"{found[1]:.1e}", round(found[1] / found[0])) == (roundoff, limit, int(growth))
+
+
+def test_the_page_on_drift_names_every_field_of_the_report():
+    named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "drift.md").read_text().split("## What is allowed")[0]))
+
+    assert {"loss_rel", "grad_rel", "worst_parameter", "effect_rel", "worst_effect", "stage", "rng"} <= named
+    assert f"be {NOISE_FACTOR:.0f}\ntimes as far" in (ROOT / "docs" / "drift.md").read_text()
+
+
 def tables(page):
     """The rows of all tables of a page, as lists of cells."""
-    lines = ((ROOT / "docs") / page).read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 

@@ -16,7 +16,10 @@ from torch.utils.data import DataLoader
 import compile_cases as cases
 from compile_profiler import CompileProfiler
 from compile_profiler.cli import main
+from compile_profiler.scaling import LossScale
+from compile_profiler.watch import LOOK_EVERY, Watch
 from runs import Regression, differences, left_behind, train
+from test_drift_found import StopsEarly
 from test_manual import Accumulates, AccumulatesAndDrops, Adversarial
 from zoo import COMPILED_DIFFERS, ZOO, Checkpointing, Counters, CustomFunction, DropoutAndBatchNorm, MomentumQueue
 
@@ -232,6 +235,66 @@ def test_a_step_that_varies_heals_on_the_gpu_too():
 
     assert (remedy.change, remedy.helped) == ("dynamic=True", True)
     assert profiler.report.compiles.limit_hits == 0
+
+
+class Heavy(Regression):
+    """Weights of 512 MiB, next to which everything else is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 4096), *(nn.Linear(4096, 4096) for _ in range(8)), nn.Linear(4096, 1))
+
+
+def peak_bytes_of(callbacks):
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    train(Heavy, callbacks, **{**ON_GPU, "max_steps": 6, "validate": False})
+    return torch.cuda.max_memory_allocated()
+
+
+def test_a_pair_needs_one_set_of_gradients_beside_the_runs_own():
+    """And a copy of the weights; a second set would be another 512 MiB."""
+    options = {"backend": "eager", "verbose": False, "fallback": False, "warmup_steps": 1, "pair_every_n_steps": 2}
+    plain, profiler = peak_bytes_of([]), CompileProfiler(**options)
+    extra = peak_bytes_of([profiler]) - plain
+    weights = 8 * 4096 * 4096 * 4
+
+    assert profiler.report.speedup.num_pairs > 0
+    assert 1.5 * weights < extra < 2.6 * weights  # the copy and the one set; with two it is three times the weights
+
+
+def test_dropout_on_the_gpu_is_matched_by_the_second_arm():
+    profiler = CompileProfiler(verbose=False, fallback=False, pair_every_n_steps=2)
+    train(DropoutAndBatchNorm, [StopsEarly(), profiler], **{**ON_GPU, "max_steps": 10**7, "validate": False})
+
+    assert (profiler.report.drift.rng, profiler.report.drift.within_tolerance) == ("matched", True)
+    assert profiler.report.drift.grad_rel < 1e-3
+
+
+def test_a_scaler_on_the_gpu_is_watched_and_no_alarm_is_raised_where_eager_skips_too():
+    profiler = CompileProfiler(backend="aot_eager", verbose=False, fallback=False, pair_every_n_steps=2)
+    train(Regression, [profiler], **{**ON_GPU, "precision": "16-mixed", "validate": False})
+
+    assert profiler.report.verdict.reason not in ("drift", "non_finite")
+    assert profiler.report.speedup.num_pairs > 0
+
+
+def test_the_watch_notices_a_loss_that_is_not_finite_without_waiting():
+    """Some steps later, when the copy has arrived."""
+    watch = Watch(LossScale(None), rest_steps=1)
+    fine, bad = torch.ones((), device="cuda"), torch.full((), torch.inf, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for n in range(3 * LOOK_EVERY):
+                watch.see(bad if n == 1 else fine)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    watch.see(fine)
+
+    assert watch.alarm == "loss"
 
 
 def test_a_benchmark_measures_modes_on_the_device(tmp_path):

@@ -25,7 +25,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "stats": ({"records"}, {"numpy", "scipy"}),
     "verdict": ({"records", "stats"}, set()),
     "scalars": ({"records"}, set()),
-    "drift": ({"records"}, {"torch"}),
+    "sums": (set(), {"torch"}),
+    "drift": ({"records", "sums"}, {"torch"}),
+    "metrics": ({"sums"}, {"torch", "torchmetrics"}),
+    "tolerances": (set(), {"torch"}),
     "advice": (set(), set()),
     "notices": ({"records"}, set()),
     "ledger": ({"records", "stats", "verdict"}, set()),
@@ -39,10 +42,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "parts": (set(), {"torch"}),
     "shapes": (set(), {"torch"}),
     "compiler": ({"records"}, {"torch"}),
+    "logs": (set(), {"torch", "numpy"}),
     "own_code": (set(), {"torch"}),
-    "arms": ({"hooks", "own_code", "compiler", "parts"}, {"torch", "numpy", "torchmetrics"}),
+    "arms": ({"hooks", "logs", "own_code", "compiler", "parts"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
-    "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
+    "scaling": (set(), {"torch"}),
+    "watch": ({"scaling"}, {"torch"}),
+    "matching": ({"arms"}, set()),
+    "guard": ({"sandbox", "logs", "arms", "manual"}, {"torch"}),
     "targets": ({"parts"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
@@ -52,9 +59,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "observe": ({"records", "places", "compiler", "events", "shortfalls", "tally"}, set()),
     "machine": ({"advice"}, {"torch"}),
     "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
-    "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
+    "step_door": ({"arms", "manual", "scaling", "guard", "host"}, {"torch"}),
     # one batch in, one sample out
-    "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
+    "effects": ({"sums", "sandbox"}, {"torch"}),
+    "arrivals": (set(), {"torch"}),
+    "contrast": (
+        {"records", "sums", "drift", "clock", "sandbox", "arms", "effects", "arrivals"},
+        {"torch"},
+    ),
+    "probe": ({"records", "clock", "hooks", "sandbox", "arms", "contrast"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
     "loggers": ({"arms"}, set()),
@@ -66,7 +79,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
     "pairs": ({"records", "notices", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"}, {"torch"}),
-    "rig": ({"records", "drift", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"}, set()),
+    "rig": (
+        {"records", "verdict", "tolerances", "clock", "windows", "arms", "matching", "watch", "guard", "host"}
+        | {"step_door", "contrast", "probe", "arguments", "pairs"},
+        {"torch"},
+    ),
     "healing": ({"records", "compiler", "arms"}, set()),
     "explainer": (
         {"records", "notices", "clock", "arms", "targets", "observe", "host", "export", "arguments", "rig", "healing"}
@@ -75,7 +92,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "session": (
         {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "host"}
-        | {"export", "arguments", "machine", "rig", "notices", "explainer"},
+        | {"export", "arguments", "machine", "matching", "rig", "notices", "explainer"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host

@@ -118,10 +118,10 @@ def test_drift_needs_three_judged_samples_in_a_row():
 def test_the_drift_message_names_what_differs_and_where():
     message = (
         "Compiled differs from eager in loss by 2.0e-02 and gradients by 3.0e-01 "
-        "(tolerance 1.0e-03, most in head.weight), in 3 pairs in a row; training goes on in eager."
+        "(tolerance 1.0e-03, most in head.weight), in 3 pairs in a row from step 0 on; training goes on in eager."
     )
     assert said(pairs(*FASTER[:3], drift=FAR))[2] == message
-    bare = "Compiled differs from eager in its results, in 3 pairs in a row; training goes on in eager."
+    bare = "Compiled differs from eager in its results, in 3 pairs in a row from step 0 on; training goes on in eager."
     assert said(pairs(*FASTER[:3], drift=Drift(within_tolerance=False)))[2] == bare
 
 

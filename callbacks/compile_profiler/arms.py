@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import OptimizedModule
 from torchmetrics import Metric, MetricCollection
 
 from compile_profiler.compiler import lookup_s, tracing_with
 from compile_profiler.hooks import HookWatch
+from compile_profiler.logs import DeferredLogs
 from compile_profiler.own_code import OwnCode
 from compile_profiler.parts import submodules
 
@@ -39,6 +39,13 @@ def known_modes() -> list[str]:
     from torch._inductor import list_mode_options  # imported late: loads the compiler
 
     return list(list_mode_options())
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """The options that ``torch.compile(mode=...)`` stands for."""
+    from torch._inductor import list_mode_options  # imported late: loads the compiler
+
+    return dict(list_mode_options(mode))
 
 
 @contextmanager
@@ -105,58 +112,6 @@ def called_once(module: nn.Module, hook: str, call: Call) -> Iterator[None]:
             held.update(given_back)
 
 
-class DeferredLogs:
-    """Takes the place of ``self.log`` and ``self.log_dict`` inside compiled code: remembers, logs afterwards.
-
-    Appending to a list is something torch.compile can trace; what Lightning does inside ``log`` is not (on torch 2.12
-    and 2.13 it crashes, Lightning issue 21836). Values are copied at the call, as Lightning's own result does.
-    """
-
-    def __init__(self) -> None:
-        entries: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.entries = entries
-
-        def remember(name: str) -> Call:
-            def stand_in(*args: Any, **kwargs: Any) -> None:
-                graph = kwargs.get("enable_graph", False)
-                kept = {key: _copied(value, graph) for key, value in kwargs.items()}
-                entries.append((name, tuple([_copied(value, graph) for value in args]), kept))
-
-            return stand_in
-
-        self.stand_ins = {name: remember(name) for name in ("log", "log_dict")}
-
-    def taken(self, module: Any) -> list[Call]:
-        """Everything remembered, as calls of the module's real ``log`` and ``log_dict``, in order."""
-        entries = list(self.entries)
-        self.entries.clear()
-        return [
-            functools.partial(
-                getattr(module, name),
-                *[_given_back(value) for value in args],
-                **{key: _given_back(value) for key, value in kwargs.items()},
-            )
-            for name, args, kwargs in entries
-        ]
-
-
-def _copied(value: Any, graph: bool) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone() if graph else value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item, graph) for key, item in value.items()}
-    return value
-
-
-def _given_back(value: Any) -> Any:
-    """A value as eager code would have logged it: tracing turns NumPy scalars into arrays without dimensions."""
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        return value[()]
-    if isinstance(value, Mapping):
-        return {key: _given_back(item) for key, item in value.items()}
-    return value
-
-
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """In place of ``self.log`` in the eager pass of a pair."""
 
@@ -165,6 +120,10 @@ class Arm(Protocol):
     """A way to run a step method of the module."""
 
     name: str
+
+    @property
+    def logs(self) -> DeferredLogs:
+        """What takes the place of logging."""
 
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the method called ``hook``; nothing is logged."""
@@ -177,11 +136,15 @@ class EagerArm:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.logs = DeferredLogs()
 
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the hook as the user wrote it, without logging."""
-        with patched(disguised(self._module, {"log": _nothing, "log_dict": _nothing})):
-            return getattr(self._module, hook)(*args, **kwargs)
+        stand_ins = {"log": _nothing, "log_dict": _nothing} if self.logs.kept is None else self.logs.stand_ins
+        with patched(disguised(self._module, stand_ins)):
+            output = getattr(self._module, hook)(*args, **kwargs)
+        self.logs.drop()
+        return output
 
 
 class CompiledArm:
@@ -267,7 +230,7 @@ class CompiledArm:
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the hook compiled, without logging."""
         output = self.call(hook, *args, **kwargs)
-        self.logs.entries.clear()
+        self.logs.drop()
         return output
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> Any:

@@ -225,7 +225,7 @@ class CompileProfiler(host.Callback):
     ) -> None:
         """Account for the step; run a pair on its batch if one is due."""
         if self._session is not None:
-            self._session.on_step_end()
+            self._session.on_step_end(host.loss_in(outputs))
 
     @_guarded
     def on_validation_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:

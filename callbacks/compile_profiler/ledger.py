@@ -22,7 +22,7 @@ from compile_profiler.records import (
     Verdict,
 )
 from compile_profiler.stats import Interval, break_even_step, end_to_end_bracket, median_interval, saved_s, speedup
-from compile_profiler.verdict import RECENT_STEPS
+from compile_profiler.verdict import RECENT_STEPS, SKIPPED, UNSCHEDULED
 
 ORDINARY_STEPS = 50
 """Steps whose median is the ordinary step that a compiling step is compared with."""
@@ -57,6 +57,8 @@ class Ledger:
         self._asked_at = 0, 0  # pairs and couples of windows seen when the question was opened
         self.samples: list[Sample] = []
         self.window_samples: list[Sample] = []
+        self.validations: list[Sample] = []
+        self._pairs_s: list[float] = []
         self.num_steps = 0
         self.num_compiled_steps = 0
         self.probe_s = 0.0
@@ -75,6 +77,12 @@ class Ledger:
     def add_pair(self, sample: Sample, seconds: float) -> None:
         """A pair was tried; it took so many wall seconds in all."""
         self.samples.append(sample)
+        self._pairs_s.append(seconds)
+        self.probe_s += seconds
+
+    def add_validation(self, sample: Sample, seconds: float) -> None:
+        """A batch of validation was compared; it took so many wall seconds."""
+        self.validations.append(sample)
         self.probe_s += seconds
 
     @property
@@ -88,20 +96,27 @@ class Ledger:
         return self._more_than_ordinary_s(seconds for seconds in self._recent_compiling_s if seconds is not None)
 
     def _more_than_ordinary_s(self, steps_s: Iterable[float]) -> float:
-        ordinary_s = statistics.median(self._recent_steps_s) if self._recent_steps_s else 0.0
+        ordinary_s = self.ordinary_s
         return sum(max(0.0, seconds - ordinary_s) for seconds in steps_s)
 
     @property
     def num_void_in_a_row(self) -> int:
-        """Pairs since the last usable one."""
-        return next((n for n, sample in enumerate(reversed(self.samples)) if sample.void is None), len(self.samples))
+        """Pairs that were due since the last usable one."""
+        due = [sample for sample in self.samples if sample.void not in UNSCHEDULED]
+        return next((n for n, sample in enumerate(reversed(due)) if sample.void is None), len(due))
 
     def steps_per_pair(self, overhead_budget: float) -> float:
         """Steps between two pairs at which measuring takes this share of training time."""
         if not self.samples or not self._recent_steps_s:
             return 0.0
-        pair_s = self.probe_s / len(self.samples)
+        # The typical one: a second arm compiled in one of them, for drift, was weighed by itself.
+        pair_s = statistics.median(self._pairs_s) if self._pairs_s else self.probe_s / len(self.samples)
         return pair_s / (overhead_budget * statistics.median(self._recent_steps_s))
+
+    @property
+    def ordinary_s(self) -> float:
+        """Wall seconds of an ordinary step, the median of the last ones; 0 without any."""
+        return statistics.median(self._recent_steps_s) if self._recent_steps_s else 0.0
 
     def steps_per_couple(self, overhead_budget: float) -> float:
         """Steps between two couples of windows at which the eager one costs this share of training time."""
@@ -160,10 +175,27 @@ class Ledger:
             end_to_end=whole if self._whole_step else EndToEnd(),
             time=self._time(eager_s, compiled_s, whole, ended=verdict.decision == "eager"),
             compiles=compiles,
-            drift=next((s.drift for s in reversed(self.samples) if s.drift is not None), Drift()),
+            drift=self._drift(),
             memory=self.memory,
             environment=environment,
         )
+
+    def _drift(self) -> Drift:
+        """The last one of a training batch, or of a batch of validation where that alone is beyond tolerance.
+
+        Where a gradient scaler has skipped a step, both arms have usually overflowed: that is no news.
+        """
+
+        def is_news(sample: Sample) -> bool:
+            drift = sample.drift
+            return drift is not None and (sample.void != SKIPPED or drift.within_tolerance is False)
+
+        training, validation = (
+            next((s.drift for s in reversed(samples) if is_news(s)), None) or Drift()
+            for samples in (self.samples, self.validations)
+        )
+        worse = validation.within_tolerance is False or (validation.eager_finite and not validation.compiled_finite)
+        return validation if worse and training.within_tolerance is not False else training
 
     def _end_to_end(self, used: Sequence[Sample], compiled_s: float | None) -> EndToEnd:
         """The whole step: by windows of real steps where there are any, else estimated from pairs."""

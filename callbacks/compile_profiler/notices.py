@@ -105,5 +105,21 @@ def healed(remedy: Remedy) -> str:
     )
 
 
+def not_finite(step: int, *, weights_finite: bool) -> str:
+    """The line about a loss or gradients that are NaN or infinite in both arms.
+
+    >>> not_finite(7, weights_finite=True)
+    'the loss or its gradients are NaN or infinite at step 7, in eager as well: this is not a matter of \
+compiling. Trainer(detect_anomaly=True) tells where it comes from.'
+    """
+    seen = f"the loss or its gradients are NaN or infinite at step {step}, in eager as well"
+    if weights_finite:
+        return f"{seen}: this is not a matter of compiling. Trainer(detect_anomaly=True) tells where it comes from."
+    return (
+        f"{seen}, and so are weights by now: what began it cannot be told any more. If the same run is finite without "
+        "this callback, compile with pair_every_n_steps=1 to see the first such step."
+    )
+
+
 def _at(event: Event | Remedy) -> str:
     return f" ({Path(event.file).name}:{event.line})" if event.file else ""

@@ -31,16 +31,25 @@ class Pairs:
         compiled: the arm that is measured.
         compiled_something: whether anything was compiled since the pair began.
         compares: whether to keep what the arms computed differently.
+        validation: the compiled arm of the validation step, where that is compiled.
     """
 
     def __init__(
-        self, probe: Probe, *, eager: Arm, compiled: Guard, compiled_something: Callable[[], bool], compares: bool
+        self,
+        probe: Probe,
+        *,
+        eager: Arm,
+        compiled: Guard,
+        compiled_something: Callable[[], bool],
+        compares: bool,
+        validation: Guard | None = None,
     ) -> None:
         self._probe = probe
         self._eager = eager
         self._compiled = compiled
         self._compiled_something = compiled_something
         self._compares = compares
+        self._validation = validation
         self._num_errors = 0
         self.stopped = False
 
@@ -74,6 +83,16 @@ class Pairs:
         if ordinary is not None:
             sample = replace(sample, step_s=ordinary.step_s, own_s=ordinary.own_s, coldness=self._compiled.coldness)
         return sample if self._compares else replace(sample, drift=None)
+
+    def compare_validation(self, call: tuple[tuple[Any, ...], dict[str, Any]], *, step: int) -> Sample | None:
+        """What the arms compute differently on a batch of validation; ``None`` where that is not compiled."""
+        if self._validation is None or not self._compares:
+            return None
+        args, kwargs = call
+        try:
+            return self._probe.validation(self._eager, self._validation, *args, step=step, **kwargs)
+        except Exception as error:
+            return Sample(step=step, eager_s=0.0, compiled_s=0.0, void=self._reason(error))
 
     def _reason(self, error: Exception) -> str:
         """What to call a pair that failed; some failures mean that no pair can be had in this run."""

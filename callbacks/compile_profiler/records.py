@@ -52,24 +52,31 @@ class Drift(Record):
     """How far the compiled arm is from the eager arm on one batch with the same weights.
 
     Attributes:
-        loss_rel: ``|loss_c - loss_e| / |loss_e|``, a pure number.
+        loss_rel: ``|loss_c - loss_e| / |loss_e|``, a pure number; where the loss is near zero, over what rounding can
+            resolve of it.
         grad_rel: ``|g_c - g_e| / |g_e|`` over all gradients seen as one vector, a pure number.
         grad_cosine: cosine of the angle between the two gradient vectors.
         worst_parameter: name of the parameter with the largest relative gradient distance.
+        effect_rel: largest relative distance of a buffer that the step writes, a value that it logs, or, in
+            validation, an output.
+        worst_effect: name of that one.
         noise_floor: ``grad_rel`` of eager against eager, the part that compiling cannot be blamed for.
         rng: ``none``: the step draws no random numbers; ``matched``: both arms drew the same ones;
             ``unmatched``: they could not, so the distance says nothing about compiling.
-        tolerance: limit on ``loss_rel`` and ``grad_rel``.
+        tolerance: limit on the relative distances.
         within_tolerance: ``None`` where the distance cannot be judged.
         eager_finite: loss and gradients of the eager arm are free of NaN and infinity.
         compiled_finite: the same for the compiled arm.
         reference: errors of both arms against a float64 run, or ``None``.
+        stage: whose step it was, ``train`` or ``validate``.
     """
 
     loss_rel: float | None = None
     grad_rel: float | None = None
     grad_cosine: float | None = None
     worst_parameter: str | None = None
+    effect_rel: float | None = None
+    worst_effect: str | None = None
     noise_floor: float | None = None
     rng: Rng | None = None
     tolerance: float | None = None
@@ -77,6 +84,7 @@ class Drift(Record):
     eager_finite: bool | None = None
     compiled_finite: bool | None = None
     reference: dict[str, float] | None = None
+    stage: Stage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

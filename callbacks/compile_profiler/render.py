@@ -225,7 +225,9 @@ def _drift_basis(drift: Drift) -> str:
     judged = {True: "within tolerance", False: "beyond tolerance", None: "not judged"}
     return _joined(
         judged[drift.within_tolerance] + _told(" ({})", drift.tolerance, small),
+        "in validation" if drift.stage == "validate" else None,
         _told("random numbers {}", drift.rng),
+        _told("{} by ", drift.worst_effect) + known(drift.effect_rel, small) if drift.worst_effect else None,
         "eager not finite" if drift.eager_finite is False else None,
         "compiled not finite" if drift.compiled_finite is False else None,
         *(f"{name} {small(error)} from float64" for name, error in (drift.reference or {}).items()),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +19,11 @@ from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.explainer import Explainer
 from compile_profiler.export import Export
 from compile_profiler.ledger import Ledger
-from compile_profiler.notices import failure
+from compile_profiler.matching import Matching, with_eagers_numbers
+from compile_profiler.notices import failure, not_finite
 from compile_profiler.records import Reason, Remedy, Report, Sample, Stage, Verdict
 from compile_profiler.rig import Rig
-from compile_profiler.verdict import judge
+from compile_profiler.verdict import UNSCHEDULED, judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
 MAX_SHAPES_TO_REOPEN = 3
@@ -71,6 +73,8 @@ class Session:
         self._num_clean = 0
         self._warm = False  # the first compiles of this fit are over
         self._num_since_pair = 0
+        self._num_since_validation = 0
+        self._told_not_finite = False
         self._news = True  # something to judge
         self._unlogged = True  # something to log
 
@@ -118,9 +122,20 @@ class Session:
             on_failure=self._on_failure,
             on_trouble=self._on_trouble,
             compiled_something=self._explainer.observer.compiling,
+            matching=self._matching(target),
         )
         self._explainer.start(arm, target, hooks)
         return None
+
+    def _matching(self, target: str | Sequence[str]) -> Matching:
+        options = functools.partial(with_eagers_numbers, self._settings.options)
+        return Matching(
+            lambda: CompiledArm(self._module, target=target, hooks=["training_step"], options=options()),
+            expected_s=self._ledger.compile_s,
+            left_s=lambda: host.seconds_left(self._trainer, self._ledger.ordinary_s),
+            budget=self._settings.overhead_budget,
+            tell=self._export.tell,
+        )
 
     def _go_on_from(self, data: Any) -> bool:
         """Take over what an earlier fit has found out; whether that settles it: no compiling."""
@@ -190,14 +205,15 @@ class Session:
             self._step_began_s = time.perf_counter()
             self._before_s = self._step_began_s - began_s
 
-    def on_step_end(self) -> None:
-        """After a training step: account for it, run a pair if one is due, decide, log."""
+    def on_step_end(self, loss: torch.Tensor | None) -> None:
+        """After a training step with this loss: account for it, run a pair if one is due, decide, log."""
         began_s = time.perf_counter()
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
         if self._rig is not None:
             self._before_s += self._rig.door.take_seconds()
             self._account(began_s - self._step_began_s)
+            self._rig.watch.see(loss)
             if self._is_due():
                 self._run_pair()
             if self._news:
@@ -227,6 +243,7 @@ class Session:
         boundary = self._rig is not None and self._rig.door.at_boundary()
         self._ledger.add_step(self._step, seconds, compiled=compiled, compiling=compiling)
         self._num_since_pair += int(boundary)
+        self._num_since_validation += int(boundary)
         if compiling:
             self._num_clean = 0
             self._news = True
@@ -262,7 +279,26 @@ class Session:
     def on_validation_step_end(self, batch: Any) -> None:
         """After a batch of validation or the sanity check."""
         if self._rig is not None:
-            self._news |= self._look(host.stage_of(self._trainer), batch)
+            stage = host.stage_of(self._trainer)
+            compiling = self._look(stage, batch)
+            self._news |= compiling
+            if stage == "validate" and not compiling and self._num_since_validation >= self._pair_interval():
+                self._compare_validation()
+
+    def _compare_validation(self) -> None:
+        """Compare both arms on the batch of validation at hand."""
+        assert self._rig is not None
+        call, pairs = self._rig.door.last_validation_call, self._rig.pairs
+        if call is None or pairs is None or pairs.stopped or profiler_is_on():
+            return
+        began_s = time.perf_counter()
+        self._num_since_validation = 0
+        sample = pairs.compare_validation(call, step=self._step)
+        self._look("probe")
+        if sample is not None:
+            self._ledger.add_validation(sample, time.perf_counter() - began_s)
+            self._news = True
+        self._ledger.own_s += time.perf_counter() - began_s
 
     def on_disturbance(self) -> None:
         """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
@@ -276,12 +312,15 @@ class Session:
             self._rig is not None
             and self._rig.pairs is not None
             and not self._rig.pairs.stopped
-            and self._num_clean >= self._settings.warmup_steps
-            and self._num_since_pair >= self._pair_interval()
+            and (self._is_scheduled() or self._rig.watch.alarm is not None)
             and self._rig.door.at_boundary()
             and not profiler_is_on()  # it slows eager down more than compiled, and the pair would be in its record
             and (self._alternation is None or self._alternation.between)
         )
+
+    def _is_scheduled(self) -> bool:
+        warm = self._num_clean >= self._settings.warmup_steps
+        return warm and self._num_since_pair >= self._pair_interval()
 
     def _pair_interval(self) -> float:
         """Optimizer steps between two pairs: fixed while undecided, afterwards what ``overhead_budget`` allows."""
@@ -312,17 +351,20 @@ class Session:
 
     def _run_pair(self) -> None:
         assert self._rig is not None
-        pairs, call = self._rig.pairs, self._rig.door.last_call
-        assert pairs is not None
-        assert call is not None
+        scheduled = self._is_scheduled()
         ordinary = self._window.close(settle_steps=SETTLE_STEPS)
         began_s = time.perf_counter()
-        sample = pairs.take(call, step=self._step, ordinary=ordinary)
-        if pairs.memory is not None:
-            self._ledger.memory = pairs.memory
+        sample = self._rig.take_pair(step=self._step, ordinary=ordinary, scheduled=scheduled)
+        if self._rig.pairs is not None and self._rig.pairs.memory is not None:
+            self._ledger.memory = self._rig.pairs.memory
         self._look("probe")
-        self._explainer.time_guards(*call)
-        self._num_since_pair = 0
+        if self._rig.door.last_call is not None:
+            self._explainer.time_guards(*self._rig.door.last_call)
+        if not self._told_not_finite and self._rig.is_not_finite(sample):
+            self._told_not_finite = True
+            host.warn(not_finite(self._step, weights_finite=self._rig.weights_finite()))
+        if sample.void not in UNSCHEDULED:
+            self._num_since_pair = 0
         self._news = True
         self._window.drop(settle_steps=SETTLE_STEPS)
         self._look_again(sample)
@@ -353,6 +395,7 @@ class Session:
             left_out=left_out,
             never_ran=self._explainer.never_ran,
             other_targets=self._explainer.other_targets or (),
+            validations=self._ledger.validations,
         )
         if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
             self._conclude(verdict)

@@ -24,6 +24,11 @@ LOSING_STEPS = 8
 GUARD_SHARE = 0.2
 """A share of the compiled pass from which on the check of its guards is named as what eats the gain."""
 
+SKIPPED = "skipped"
+"""Void reason of a pair on a batch whose optimizer step a gradient scaler has skipped."""
+ALARM = "alarm"
+"""Void reason of a pair that was not due: the loss of its step was not finite."""
+UNSCHEDULED = frozenset({SKIPPED, ALARM})
 DRIFT_RUN = 3  # judged samples outside tolerance in a row: one alone can be an unlucky batch
 
 
@@ -75,6 +80,7 @@ def judge(
     left_out: Event | None = None,
     never_ran: bool = False,
     other_targets: Sequence[str] = (),
+    validations: Sequence[Sample] = (),
 ) -> Verdict:
     """The verdict on everything seen since the question was opened; call it again after each pair.
 
@@ -99,6 +105,7 @@ def judge(
         left_out: where the target's own function was left in eager, if only helpers that it calls were compiled.
         never_ran: whether the step is known not to call the target.
         other_targets: what to try where nothing was compiled, as the user writes it.
+        validations: what was compared on batches of validation.
 
     >>> faster = [Sample(step=n, eager_s=0.013, compiled_s=0.010) for n in range(8)]
     >>> verdict = judge(
@@ -108,8 +115,8 @@ def judge(
     ('compiled', 'gain', 'Compiled is 1.30x faster (1.30x to 1.30x, 8 pairs); kept.')
     """
     decision, reason, message = (
-        _not_finite(samples, limits)
-        or _drifts(samples, limits)
+        _not_finite([*samples, *validations], limits)
+        or _drifts(samples, validations, limits)
         or _nothing_compiled(
             compiles, num_compiled_steps, limits, left_out=left_out, never_ran=never_ran, other_targets=other_targets
         )
@@ -121,21 +128,22 @@ def judge(
     return Verdict(decision=decision, reason=reason, message=message, step=step, config=dict(config))
 
 
-def persistent_drift(samples: Sequence[Sample]) -> Drift | None:
-    """The drift that completed the first three judged samples in a row outside tolerance, ``None`` if none did.
+def persistent_drift(samples: Sequence[Sample]) -> tuple[Drift, int] | None:
+    """The drift that completed the first three judged samples in a row outside tolerance, and the first one's step.
 
     Samples whose drift could not be judged neither count nor interrupt the row.
 
-    >>> far = Sample(step=1, eager_s=1.0, compiled_s=1.0, drift=Drift(within_tolerance=False))
-    >>> persistent_drift([far, far]) is None, persistent_drift([far, far, far]) is None
-    (True, False)
+    >>> far = [Sample(step=n, eager_s=1.0, compiled_s=1.0, drift=Drift(within_tolerance=False)) for n in (5, 10, 15)]
+    >>> persistent_drift(far[:2]) is None, persistent_drift(far)[1]
+    (True, 5)
     """
-    row = 0
-    for drift in (sample.drift for sample in samples):
+    row: list[int] = []
+    for sample in samples:
+        drift = sample.drift
         if drift is not None and drift.within_tolerance is not None:
-            row = 0 if drift.within_tolerance else row + 1
-            if row == DRIFT_RUN:
-                return drift
+            row = [] if drift.within_tolerance else [*row, sample.step]
+            if len(row) == DRIFT_RUN:
+                return drift, row[0]
     return None
 
 
@@ -157,19 +165,26 @@ def _not_finite(samples: Sequence[Sample], limits: Limits) -> _Finding | None:
     return None
 
 
-def _drifts(samples: Sequence[Sample], limits: Limits) -> _Finding | None:
-    drift = persistent_drift(samples) if limits.drift == "fallback" else None
-    if drift is None:
+def _drifts(samples: Sequence[Sample], validations: Sequence[Sample], limits: Limits) -> _Finding | None:
+    # Steps that a gradient scaler has skipped are rare, and ordinary pairs between them say nothing about them.
+    ordinary = [sample for sample in samples if sample.void != SKIPPED]
+    skipped = [sample for sample in samples if sample.void == SKIPPED]
+    found = next(filter(None, map(persistent_drift, (ordinary, skipped, validations))), None)
+    if found is None or limits.drift != "fallback":
         return None
+    drift, since = found
     named = {"loss": drift.loss_rel, "gradients": drift.grad_rel}
     by = " and ".join(f"{what} by {distance:.1e}" for what, distance in named.items() if distance is not None)
     details = [f"tolerance {drift.tolerance:.1e}"] if drift.tolerance is not None else []
     details += [f"most in {drift.worst_parameter}"] if drift.worst_parameter is not None else []
+    if drift.worst_effect is not None and (drift.effect_rel is None or drift.effect_rel > (drift.tolerance or 0.0)):
+        details += [drift.worst_effect + (f" by {drift.effect_rel:.1e}" if drift.effect_rel is not None else "")]
+    where = "batches of validation" if drift.stage == "validate" else "pairs"
     return _against(
         "drift",
         f"Compiled differs from eager in {by or 'its results'}"
         + (f" ({', '.join(details)})" if details else "")
-        + f", in {DRIFT_RUN} pairs in a row",
+        + f", in {DRIFT_RUN} {where} in a row from step {since} on",
         limits,
     )
 
