@@ -7,10 +7,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config
 from click.testing import CliRunner
 from torch import nn
 from torch.utils.data import DataLoader
 
+import compile_cases as cases
 from compile_profiler import CompileProfiler
 from compile_profiler.cli import main
 from compile_profiler.scaling import LossScale
@@ -164,6 +167,74 @@ def test_a_step_that_fails_on_the_gpu_is_trained_in_eager():
 
     assert profiler.report.verdict.reason == "compile_error"
     assert differences(plain, measured) == []
+
+
+class MakesNumbersOnTheHost(cases.Case):
+    """A scalar tensor on the CPU among the inputs of the graph."""
+
+    def training_step(self, batch, batch_idx):
+        scale = torch.tensor(2.0)
+        return self.error(self.net(batch[0]) * (scale + self.host), batch)  # here
+
+    def on_train_start(self):
+        self.host = torch.tensor(1.0)
+
+
+class WritesItsInput(cases.Case):
+    """A tensor of the batch is written in place: it lies elsewhere on every step, so it cannot be replayed."""
+
+    def training_step(self, batch, batch_idx):
+        batch[0].mul_(2.0)  # here
+        return self.error(self.net(batch[0]), batch)
+
+
+@pytest.mark.parametrize(
+    ("module_class", "options", "cause"),
+    [
+        # Since torch 2.9 a graph is cut around what is on the CPU, unless that is switched off.
+        (MakesNumbersOnTheHost, {"graph_partition": False}, "unsupported"),
+        (WritesItsInput, {}, "side_effect"),
+    ],
+)
+def test_a_cuda_graph_that_is_skipped_is_told_with_reason_and_line(module_class, options, cause):
+    torch._dynamo.reset()
+    profiler = CompileProfiler(
+        options={"triton.cudagraphs": True, **options}, max_pairs=0, verbose=False, fallback=False
+    )
+    with torch._inductor.config.patch(force_disable_caches=True):  # of a cached graph nothing is said again
+        train(module_class, [profiler], **{**ON_GPU, "max_steps": 8, "validate": False})
+    compiles = profiler.report.compiles
+    skips = [event for event in compiles.events if event.kind == "cudagraph_skip"]
+
+    assert compiles.graphs == 1
+    assert compiles.cudagraph_skips == sum(event.count for event in skips) > 0
+    assert cause in {event.cause for event in skips}
+    named = next(event for event in skips if event.cause == cause)
+    assert (named.file, named.line, named.owner) == (__file__, cases.line_of(module_class), "user")
+    assert named.hint
+    assert named.detail
+
+
+def test_graphs_that_became_cuda_graphs_are_counted():
+    torch._dynamo.reset()
+    asked = CompileProfiler(mode="reduce-overhead", max_pairs=0, verbose=False)
+    train(cases.Case, [asked], **{**ON_GPU, "max_steps": 8, "validate": False})
+    unasked = CompileProfiler(max_pairs=0, verbose=False)
+    train(cases.Case, [unasked], **{**ON_GPU, "max_steps": 4, "validate": False})
+
+    assert (asked.report.compiles.graphs, asked.report.compiles.cudagraphed) == (1, 1)
+    assert asked.report.compiles.cudagraph_skips == 0
+    assert unasked.report.compiles.cudagraphed is None
+
+
+def test_a_step_that_varies_heals_on_the_gpu_too():
+    torch._dynamo.reset()
+    profiler = CompileProfiler(dynamic=False, heal=True, max_pairs=0, verbose=False)
+    train(cases.VaryingLength, [profiler], **{**ON_GPU, "max_steps": 40, "validate": False})
+    (remedy,) = profiler.report.compiles.remedies
+
+    assert (remedy.change, remedy.helped) == ("dynamic=True", True)
+    assert profiler.report.compiles.limit_hits == 0
 
 
 class Heavy(Regression):

@@ -19,7 +19,8 @@ LIGHTNING = {"lightning", "lightning_utilities", "pytorch_lightning"}
 # A row names only rows above it, so data flows one way; a new module has to be given its place here.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # nouns
-    "records": (set(), set()),
+    "plain": (set(), set()),
+    "records": ({"plain"}, set()),
     # pure: values in, values out
     "stats": ({"records"}, {"numpy", "scipy"}),
     "verdict": ({"records", "stats"}, set()),
@@ -38,18 +39,24 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "hooks": (set(), {"torch"}),
     "cells": ({"hooks"}, {"torch", "numpy"}),
     "sandbox": ({"cells", "hooks"}, {"torch", "numpy"}),
+    "parts": (set(), {"torch"}),
+    "shapes": (set(), {"torch"}),
+    "compiler": ({"records"}, {"torch"}),
     "logs": (set(), {"torch", "numpy"}),
     "own_code": (set(), {"torch"}),
-    "arms": ({"hooks", "logs", "own_code"}, {"torch", "numpy", "torchmetrics"}),
+    "arms": ({"hooks", "logs", "own_code", "compiler", "parts"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
     "scaling": (set(), {"torch"}),
     "watch": ({"scaling"}, {"torch"}),
     "matching": ({"arms"}, set()),
     "guard": ({"sandbox", "logs", "arms", "manual"}, {"torch"}),
-    "targets": ({"arms"}, {"torch"}),
+    "targets": ({"parts"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
-    "observe": ({"records", "places", "causes"}, {"torch"}),
+    "events": ({"records", "places", "causes"}, set()),
+    "tally": ({"records"}, set()),
+    "shortfalls": ({"records", "causes", "places", "compiler", "events"}, set()),
+    "observe": ({"records", "places", "compiler", "events", "shortfalls", "tally"}, set()),
     "machine": ({"advice"}, {"torch"}),
     "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
     "step_door": ({"arms", "manual", "scaling", "guard", "host"}, {"torch"}),
@@ -77,19 +84,25 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"step_door", "contrast", "probe", "arguments", "pairs"},
         {"torch"},
     ),
+    "healing": ({"records", "compiler", "arms"}, set()),
+    "explainer": (
+        {"records", "notices", "clock", "arms", "targets", "observe", "host", "export", "arguments", "rig", "healing"}
+        | {"shapes"},
+        set(),
+    ),
     "session": (
-        {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "observe", "host"}
-        | {"export", "arguments", "machine", "matching", "rig", "notices", "targets"},
+        {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "host"}
+        | {"export", "arguments", "machine", "matching", "rig", "notices", "explainer"},
         {"torch"},
     ),
     # Lightning says when; it comes in through the host
     "callback": (
-        {"records", "verdict", "checkpoint", "arms", "host", "render", "export", "arguments", "session"},
+        {"records", "verdict", "checkpoint", "parts", "host", "render", "export", "arguments", "session"},
         set(),
     ),
     # a user's module and a batch: what compiling does to them
     "lookup": (set(), set()),
-    "bench_run": ({"arms", "host", "callback", "lookup", "render"}, {"torch"}),
+    "bench_run": ({"parts", "host", "callback", "lookup", "render"}, {"torch"}),
     "bench": ({"records", "export", "bench_run"}, set()),
     "cli": (
         {"render", "runs_on_disk", "comparison", "page", "doctor", "bench", "lookup"},
@@ -99,7 +112,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}
-DYNAMO_DOORS = {"observe", "own_code", "arms", "machine"}
+DYNAMO_DOORS = {"compiler", "own_code", "arms", "machine"}
 COMPILER_INTERNALS = ("torch._dynamo", "torch._C._dynamo", "torch._inductor", "torch._functorch")
 
 

@@ -14,9 +14,11 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torchmetrics import Metric, MetricCollection
 
+from compile_profiler.compiler import lookup_s, tracing_with
 from compile_profiler.hooks import HookWatch
 from compile_profiler.logs import DeferredLogs
 from compile_profiler.own_code import OwnCode
+from compile_profiler.parts import submodules
 
 Call = Callable[..., Any]
 
@@ -171,6 +173,7 @@ class CompiledArm:
         self._target = target
         self._hooks = tuple(hooks)
         self._options = {**options, **_ISOLATED}
+        self._tracer: dict[str, Any] = {}
         self._watch = HookWatch(module)
         self.logs = DeferredLogs()
         self._own_code = OwnCode()
@@ -181,6 +184,7 @@ class CompiledArm:
         module = self._module
         self._own_code.free()
         self._steps: dict[str, Call] = {}
+        self._functions: dict[str, types.FunctionType] = {}
         self._in_place: list[tuple[nn.Module, Call]] = []
         self.compiled_names: list[str] = []
         if self._target == "step":
@@ -207,7 +211,8 @@ class CompiledArm:
         method = getattr(self._module, hook)
         function = getattr(method, "__func__", None)
         if isinstance(function, types.FunctionType) and method.__self__ is self._module:
-            return functools.partial(torch.compile(self._own_code.of(function), **self._options), self._module)
+            self._functions[hook] = own = self._own_code.of(function)
+            return functools.partial(torch.compile(own, **self._options), self._module)
         return torch.compile(method, **self._options)
 
     def _compile_in_place(self, found: Mapping[str, nn.Module], *, shared: bool) -> None:
@@ -233,13 +238,37 @@ class CompiledArm:
         self.logs.entries.clear()
         if self._watch.changed():  # somebody put a hook on the module or took one off: no guard of torch sees that
             self._compile()
-        with patched(self._patches):
+        with patched(self._patches), tracing_with(self._tracer):
             step = self._steps.get(hook) or getattr(self._module, hook)
             return step(*args, **kwargs)
+
+    def lookup_s(self, hook: str, *args: Any, **kwargs: Any) -> float | None:
+        """Seconds that a call of the compiled hook takes to find its graph; ``None`` where that cannot be seen."""
+        function = self._functions.get(hook)
+        if function is None:
+            return None
+        bound = inspect.signature(function).bind(self._module, *args, **kwargs)
+        bound.apply_defaults()
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        enclosed = {name: cell.cell_contents for name, cell in cells}  # __class__ for one: super() needs it
+        with patched(self._patches):
+            return lookup_s(function.__code__, {**bound.arguments, **enclosed})
+
+    def change(self, *, options: Mapping[str, Any], tracer: Mapping[str, Any]) -> None:
+        """Compile anew from the next call on.
+
+        Args:
+            options: other arguments of ``torch.compile``.
+            tracer: settings of torch's tracer for the duration of a call, because ``torch.compile`` takes none.
+        """
+        self._options.update(options)
+        self._tracer.update(tracer)
+        self._compile()
 
     def release(self) -> None:
         """Drop the compiled code, so that torch can free graphs and CUDA-graph pools."""
         self._steps.clear()
+        self._functions.clear()
         self._in_place.clear()
         self._patches.clear()
         self.logs.entries.clear()
@@ -266,62 +295,3 @@ def _compiled_by_user(module: nn.Module) -> dict[str, Call]:
         return {}
     # Tracing takes the way to the class's forward, past _compiled_call_impl, unless the object has one of its own.
     return {"forward": module.forward, "_compiled_call_impl": _outside_the_graph(theirs)}
-
-
-def submodules(module: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:
-    """The modules that a target other than ``"step"`` stands for, by name (``""`` is the module itself).
-
-    Raises:
-        ValueError: a name is not a submodule, or ``"blocks"`` finds no repeated block.
-    """
-    if target == "forward":
-        return {"": module}
-    if target == "networks":
-        return dict(_networks(module, ""))
-    if target == "blocks":
-        found = dict(_blocks(module, ""))
-        if not found:
-            raise ValueError(
-                f"target='blocks' found no block in {type(module).__name__}: no ModuleList or Sequential holds two or "
-                "more modules of one class that have submodules of their own. Use target='step' or a list of names."
-            )
-        return found
-    known = dict(module.named_modules())
-    for name in target:
-        if name not in known or not name:
-            names = ", ".join(sorted(key for key, _ in module.named_children())[:20])
-            raise ValueError(
-                f"target names the submodule {name!r}, which {type(module).__name__} does not have. "
-                f"Expected names as in named_modules(), for instance {names or 'none: it has no submodules'}."
-            )
-    return {name: known[name] for name in target}
-
-
-def _blocks(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
-    """Repeated blocks, outermost first: siblings of one class in a list that do more than one torch layer does."""
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        siblings = list(child.named_children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
-        kinds = [type(sibling) for _, sibling in siblings]
-        chosen = {kind for kind in kinds if kinds.count(kind) > 1 and not _is_plain_layer(kind)}
-        for sibling_name, sibling in siblings:
-            if type(sibling) in chosen and any(True for _ in sibling.parameters()):
-                yield f"{path}.{sibling_name}", sibling
-            else:
-                yield from _blocks(sibling, f"{path}.{sibling_name}.")
-        if not siblings:
-            yield from _blocks(child, f"{path}.")
-
-
-def _networks(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
-    """Children that own parameters; of a list or a dict, which nobody calls, what is in it."""
-    for name, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _networks(child, f"{prefix}{name}.")
-        elif any(True for _ in child.parameters()):
-            yield f"{prefix}{name}", child
-
-
-def _is_plain_layer(kind: type) -> bool:
-    """Linear, ReLU and the like: compiled alone they have nothing to fuse. Transformer layers do."""
-    return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.transformer"

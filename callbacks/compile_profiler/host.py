@@ -118,6 +118,13 @@ def target_for(module: LightningModule, target: str | Sequence[str]) -> str | Se
     return "networks" if target == "step" and not module.automatic_optimization else target
 
 
+@contextmanager
+def step_context(trainer: Trainer) -> Iterator[None]:
+    """Grad mode and precision as a training step has them."""
+    with torch.enable_grad(), trainer.strategy.precision_plugin.train_step_context():
+        yield
+
+
 def warn(message: str) -> None:
     """One warning on rank 0."""
     with tqdm.external_write_mode():

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from compile_profiler.records import (
@@ -52,7 +52,7 @@ class Ledger:
         self._began_s = read_s()
         self._compiling_steps_s: list[float] = []
         self._recent_steps_s: deque[float] = deque(maxlen=ORDINARY_STEPS)
-        self._recent_compiling: deque[bool] = deque(maxlen=RECENT_STEPS)
+        self._recent_compiling_s: deque[float | None] = deque(maxlen=RECENT_STEPS)  # None: nothing was compiled
         self._first_compiled_step = 0
         self._earlier_compile_s = 0.0
         self._asked_at = 0, 0  # pairs and couples of windows seen when the question was opened
@@ -72,7 +72,7 @@ class Ledger:
         if compiled and not self.num_compiled_steps:
             self._first_compiled_step = step
         self.num_compiled_steps += int(compiled)
-        self._recent_compiling.append(compiling)
+        self._recent_compiling_s.append(seconds if compiling else None)
         (self._compiling_steps_s if compiling else self._recent_steps_s).append(seconds)
 
     def add_pair(self, sample: Sample, seconds: float) -> None:
@@ -89,7 +89,16 @@ class Ledger:
     @property
     def num_recent_compiling(self) -> int:
         """Of the last ``RECENT_STEPS`` steps, those in which something was compiled."""
-        return sum(self._recent_compiling)
+        return sum(seconds is not None for seconds in self._recent_compiling_s)
+
+    @property
+    def recent_compile_s(self) -> float:
+        """Wall seconds that these took more than an ordinary step each."""
+        return self._more_than_ordinary_s(seconds for seconds in self._recent_compiling_s if seconds is not None)
+
+    def _more_than_ordinary_s(self, steps_s: Iterable[float]) -> float:
+        ordinary_s = self.ordinary_s
+        return sum(max(0.0, seconds - ordinary_s) for seconds in steps_s)
 
     @property
     def num_void_in_a_row(self) -> int:
@@ -119,8 +128,7 @@ class Ledger:
 
     def compile_s(self) -> float:
         """Wall seconds of the steps in which something compiled, less an ordinary step each."""
-        ordinary_s = self.ordinary_s
-        return self._earlier_compile_s + sum(max(0.0, seconds - ordinary_s) for seconds in self._compiling_steps_s)
+        return self._earlier_compile_s + self._more_than_ordinary_s(self._compiling_steps_s)
 
     def ask(self) -> None:
         """Open the question again: only what comes from here on is evidence."""

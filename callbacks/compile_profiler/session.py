@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
-from compile_profiler import checkpoint, host, machine, observe, targets
+from compile_profiler import checkpoint, host, machine
 from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
-from compile_profiler.arms import CompiledArm, EagerArm
+from compile_profiler.arms import CompiledArm
 from compile_profiler.clock import Clock, profiler_is_on
+from compile_profiler.explainer import Explainer
 from compile_profiler.export import Export
 from compile_profiler.ledger import Ledger
 from compile_profiler.matching import Matching, with_eagers_numbers
-from compile_profiler.notices import failure, long_compile, near_limit, not_finite
-from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
+from compile_profiler.notices import failure, not_finite
+from compile_profiler.records import Reason, Remedy, Report, Sample, Stage, Verdict
 from compile_profiler.rig import Rig
 from compile_profiler.verdict import UNSCHEDULED, judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
@@ -60,14 +61,12 @@ class Session:
         self._environment = host.environment(trainer)
         self._identity = checkpoint.identity(module, settings.decisive(), self._environment)
         self._ledger = Ledger(confidence=settings.limits.confidence, whole_step=settings.end_to_end != "off")
-        self._observer = observe.Observer()
+        self._explainer = Explainer(settings, trainer, module, export, self._on_remedy)
         self._clock = Clock(trainer.strategy.root_device)
         self._window = Window(self._clock)
         windows = settings.end_to_end == "windows" and settings.limits.max_pairs
         self._alternation = Alternation(self._clock, seed=settings.seed) if windows else None
         self._rig: Rig | None = None  # while the run is compiled
-        self._other_targets: list[str] | None = None  # looked for where nothing was compiled
-        self._never_ran = False
         self._step = 0
         self._step_began_s = 0.0
         self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
@@ -93,6 +92,8 @@ class Session:
         obstacle = machine.disabled()
         if obstacle is not None:
             return self._refuse("disabled", f"Nothing is compiled: {obstacle}")
+        if not self._explainer.observer.sees_compiling:
+            return self._refuse("unsupported", "This torch does not tell when it compiles")
         if earlier is not None and self._go_on_from(earlier):
             return None
         if self._settings.options["backend"] == "inductor":
@@ -120,14 +121,10 @@ class Session:
             environment=self._environment,
             on_failure=self._on_failure,
             on_trouble=self._on_trouble,
-            compiled_something=self._observer.compiling,
+            compiled_something=self._explainer.observer.compiling,
             matching=self._matching(target),
         )
-        self._observer.own_functions = targets.own_functions(self._module, target, hooks)
-        self._observer.start()
-        self._observer.skip()
-        names = ", ".join(arm.compiled_names or hooks)
-        self._export.tell(f"compiling {names or 'forward'} in the first steps; this can take a minute.")
+        self._explainer.start(arm, target, hooks)
         return None
 
     def _matching(self, target: str | Sequence[str]) -> Matching:
@@ -165,7 +162,7 @@ class Session:
     def finish(self) -> Report:
         """Take everything off the module, deliver the result; may be called twice."""
         self._leave()
-        self._observer.stop()
+        self._explainer.observer.stop()
         report = self.report()
         self._export.write(report)
         self._export.log(report, self._step, last=True)
@@ -177,6 +174,7 @@ class Session:
             self._ledger.own_s += self._rig.take_seconds()
             self._rig.remove()
         self._rig = None
+        self._explainer.release()
 
     def abandon(self, message: str) -> Report:
         """After an error of our own: take everything off, whatever else fails by then."""
@@ -187,7 +185,8 @@ class Session:
             if rig is not None:
                 rig.remove()
         with contextlib.suppress(Exception):
-            self._observer.stop()
+            self._explainer.observer.stop()
+            self._explainer.release()
         with contextlib.suppress(Exception):
             self._verdict = replace(self._verdict, step=self._step)
             report = self.report()
@@ -201,8 +200,8 @@ class Session:
         """Before a training step: what was compiled up to here was not compiled for it."""
         if self._rig is not None:
             began_s = time.perf_counter()
-            if self._observer.compiling():
-                self._observer.skip()
+            if self._explainer.observer.compiling():
+                self._explainer.observer.skip()
             self._step_began_s = time.perf_counter()
             self._before_s = self._step_began_s - began_s
 
@@ -226,17 +225,17 @@ class Session:
         self._after_s = time.perf_counter() - began_s
         self._ledger.own_s += self._before_s + self._after_s
 
-    def _look(self, stage: Stage) -> bool:
-        """Take what was compiled as events of ``stage``, say what cannot wait; whether there was anything."""
-        if not self._observer.poll(stage, step=self._step, epoch=self._trainer.current_epoch):
-            return False
-        news = self._observer.news
-        for finding in news.near_limit:
-            host.warn(near_limit(*finding))
-        line = long_compile(news.events, news.compile_s)
-        if line is not None:
-            self._export.tell(line)
-        return True
+    def _look(self, stage: Stage, batch: Any = None) -> bool:
+        """Take what was compiled as events of ``stage``; whether there was anything."""
+        if batch is None and self._rig is not None:
+            batch = self._rig.door.last_call
+        return self._explainer.look(stage, batch, step=self._step)
+
+    def _on_remedy(self, remedy: Remedy) -> None:
+        """The compiled target is another one from here on: pairs begin anew."""
+        self._config["healed"] = [*self._config.get("healed", ()), remedy.change]
+        self._verdict = replace(self._verdict, config=dict(self._config))
+        self._ledger.ask()
 
     def _account(self, seconds: float) -> None:
         compiling = self._look("train")
@@ -277,11 +276,11 @@ class Session:
         if self._alternation is not None:
             self._alternation.pause()
 
-    def on_validation_step_end(self) -> None:
+    def on_validation_step_end(self, batch: Any) -> None:
         """After a batch of validation or the sanity check."""
         if self._rig is not None:
             stage = host.stage_of(self._trainer)
-            compiling = self._look(stage)
+            compiling = self._look(stage, batch)
             self._news |= compiling
             if stage == "validate" and not compiling and self._num_since_validation >= self._pair_interval():
                 self._compare_validation()
@@ -359,6 +358,8 @@ class Session:
         if self._rig.pairs is not None and self._rig.pairs.memory is not None:
             self._ledger.memory = self._rig.pairs.memory
         self._look("probe")
+        if self._rig.door.last_call is not None:
+            self._explainer.time_guards(*self._rig.door.last_call)
         if not self._told_not_finite and self._rig.is_not_finite(sample):
             self._told_not_finite = True
             host.warn(not_finite(self._step, weights_finite=self._rig.weights_finite()))
@@ -373,9 +374,13 @@ class Session:
 
     def _decide(self) -> None:
         self._news = False
-        compiles, left_out = self._observer.compiles(), self._observer.left_out
-        if self._ledger.num_compiled_steps and (not compiles.graphs or left_out is not None):
-            self._find_other_targets()
+        obstacle = machine.disabled()
+        if obstacle is not None and self._explainer.compiles().graphs == 0:  # switched off since the fit began
+            self._refuse("disabled", f"Nothing is compiled: {obstacle}")
+            return
+        compiles, left_out = self._explainer.compiles(), self._explainer.observer.left_out
+        if self._rig is not None and self._ledger.num_compiled_steps and (compiles.graphs == 0 or left_out is not None):
+            self._explainer.find_other_targets(self._rig)
         verdict = judge(
             self._ledger.asked_samples,
             compiles,
@@ -385,10 +390,11 @@ class Session:
             num_compiled_steps=self._ledger.num_compiled_steps,
             num_steps_seen=self._ledger.num_steps,
             num_recent_compiling=self._ledger.num_recent_compiling,
+            recent_compile_s=self._ledger.recent_compile_s,
             evidence=self._ledger.asked_windows if self._alternation is not None else None,
             left_out=left_out,
-            never_ran=self._never_ran,
-            other_targets=self._other_targets or (),
+            never_ran=self._explainer.never_ran,
+            other_targets=self._explainer.other_targets or (),
             validations=self._ledger.validations,
         )
         if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
@@ -397,20 +403,6 @@ class Session:
         elif verdict.decision == "undecided":
             self._verdict = verdict
         self._unlogged = True
-
-    def _find_other_targets(self) -> None:
-        """Once, where nothing was compiled: see in one eager pass, which leaves no trace, what the step calls."""
-        call = None if self._rig is None else self._rig.door.last_call
-        if self._other_targets is not None or self._rig is None or call is None or profiler_is_on():
-            return
-        self._other_targets = []
-        args, kwargs = call
-        with contextlib.suppress(Exception):  # a step that cannot be run twice: no advice then
-            run = functools.partial(self._rig.probe.rehearse, EagerArm(self._module), *args, **kwargs)
-            target = host.target_for(self._module, self._settings.target)
-            names = targets.called(self._module, run)
-            self._never_ran = targets.never_ran(self._module, target, names)
-            self._other_targets = targets.other_targets(self._module, target, names)
 
     def _conclude(self, verdict: Verdict) -> None:
         """Act on a verdict: the one place where the active arm changes."""
@@ -423,7 +415,7 @@ class Session:
     def _on_failure(self, error: Exception) -> None:
         """A compiled step failed and its batch has been trained in eager: so is the rest of the run."""
         self._step = step = host.x_axis(self._trainer)
-        reason: Reason = "compile_error" if self._observer.failed(error) else "runtime_error"
+        reason: Reason = "compile_error" if self._explainer.observer.failed(error) else "runtime_error"
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         self._look(host.stage_of(self._trainer))
@@ -436,4 +428,4 @@ class Session:
         if self._rig is not None:
             self._ledger.own_s += self._rig.take_seconds()
         self._ledger.last_step = host.last_step(self._trainer)
-        return self._ledger.report(self._verdict, self._observer.compiles(), self._environment)
+        return self._ledger.report(self._verdict, self._explainer.compiles(), self._environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ RECENT_STEPS = 64
 STORM_STEPS = 16
 """More of the last ``RECENT_STEPS`` steps that compile are a storm. Healthy runs settle after a few graphs: one for a
 ragged last batch, two or three for a varying length, a few for ``batch_idx % k``; torch's limit is 8 for one frame."""
+LOSING_STEPS = 8
+"""So many are one if they take more time than compiling saves: past the beginning healthy runs compile nothing."""
+GUARD_SHARE = 0.2
+"""A share of the compiled pass from which on the check of its guards is named as what eats the gain."""
 
 SKIPPED = "skipped"
 """Void reason of a pair on a batch whose optimizer step a gradient scaler has skipped."""
@@ -70,6 +75,7 @@ def judge(
     num_compiled_steps: int,
     num_steps_seen: int,
     num_recent_compiling: int = 0,
+    recent_compile_s: float = 0.0,
     evidence: Sequence[Sample] | None = None,
     left_out: Event | None = None,
     never_ran: bool = False,
@@ -94,6 +100,7 @@ def judge(
         num_compiled_steps: training steps that ran under the compiled arm.
         num_steps_seen: training steps of either arm.
         num_recent_compiling: of the last ``RECENT_STEPS`` steps, those in which something was compiled.
+        recent_compile_s: wall seconds that these took more than other steps.
         evidence: what the speed is judged on where it is not the pairs: windows of real steps.
         left_out: where the target's own function was left in eager, if only helpers that it calls were compiled.
         never_ran: whether the step is known not to call the target.
@@ -114,8 +121,9 @@ def judge(
             compiles, num_compiled_steps, limits, left_out=left_out, never_ran=never_ran, other_targets=other_targets
         )
         or _recompile_limit(compiles, limits)
-        or _recompile_storm(compiles, num_recent_compiling, limits)
-        or _speed(samples if evidence is None else evidence, limits, num_steps_seen)
+        or _recompile_storm(compiles, num_recent_compiling, recent_compile_s, limits)
+        or _recompiling_loses(compiles, num_recent_compiling, recent_compile_s, samples, limits, num_steps_seen)
+        or _speed(samples if evidence is None else evidence, limits, num_steps_seen, guard_s=compiles.guard_s)
     )
     return Verdict(decision=decision, reason=reason, message=message, step=step, config=dict(config))
 
@@ -190,7 +198,7 @@ def _nothing_compiled(
     never_ran: bool,
     other_targets: Sequence[str],
 ) -> _Finding | None:
-    if not num_compiled_steps or (compiles.graphs and left_out is None):
+    if not num_compiled_steps or (compiles.graphs != 0 and left_out is None):
         return None
     skipped = [event for event in compiles.events if event.kind == "skipped_frame" and event.stage == "train"]
     cause = left_out or next(iter(skipped), None)
@@ -216,10 +224,14 @@ def _recompile_limit(compiles: Compiles, limits: Limits) -> _Finding | None:
     if hit is not None:
         finding += (f" in {hit.function}" if hit.function else "") + f" at step {hit.step}"
     finding += ", so that code is no longer compiled"
-    # The last recompile before the hit, which says by its hint what has changed and what to write instead.
+    finding += _in_vain(compiles)
+    # What has changed and what to write instead: said at the hit, else at the last recompile before it.
     why = [event for event in train if event.kind == "recompile" and hit is not None and _at_one_place(event, hit)]
-    if why and (why[-1].hint or why[-1].detail):
-        finding += f" ({_in_one_sentence(why[-1].hint or why[-1].detail)})"
+    told = [hit.hint.partition("runs in eager. ")[2]] if hit is not None else []
+    told += [text for event in reversed(why) for text in (event.hint, event.detail)]
+    explained = next((text for text in told if text), None)
+    if explained:
+        finding += f" ({_in_one_sentence(explained)})"
     return _against("recompile_limit", finding, limits)
 
 
@@ -237,17 +249,49 @@ def _in_one_sentence(text: str) -> str:
     return re.sub(r"\. ([A-Z])(?=[a-z]* )", lambda match: f"; {match[1].lower()}", text).removesuffix(".")
 
 
-def _recompile_storm(compiles: Compiles, num_recent_compiling: int, limits: Limits) -> _Finding | None:
+def _recompile_storm(
+    compiles: Compiles, num_recent_compiling: int, recent_compile_s: float, limits: Limits
+) -> _Finding | None:
     if num_recent_compiling <= STORM_STEPS:
         return None
-    recompiles = [event for event in compiles.events if event.kind == "recompile" and event.stage == "train"]
-    worst = max(recompiles, key=lambda event: event.count, default=None)
-    where = f", most often in {worst.function}" if worst is not None and worst.function else ""
-    finding = f"Something was compiled in {num_recent_compiling} of the last {RECENT_STEPS} steps{where}"
+    return _against("recompile_storm", _lately(compiles, num_recent_compiling, recent_compile_s), limits)
+
+
+def _recompiling_loses(
+    compiles: Compiles,
+    num_recent_compiling: int,
+    recent_compile_s: float,
+    samples: Sequence[Sample],
+    limits: Limits,
+    num_steps_seen: int,
+) -> _Finding | None:
+    """No storm, but more is lost than compiled steps save; what a run compiles at first has left the window."""
+    used = [sample for sample in samples if sample.void is None]
+    if num_recent_compiling < LOSING_STEPS or num_steps_seen < 2 * RECENT_STEPS or not used:
+        return None
+    saved_s = RECENT_STEPS * statistics.median(sample.eager_s - sample.compiled_s for sample in used)
+    if recent_compile_s <= saved_s:
+        return None
+    finding = f"{_lately(compiles, num_recent_compiling, recent_compile_s)}, more than compiling saves in them"
     return _against("recompile_storm", finding, limits)
 
 
-def _speed(samples: Sequence[Sample], limits: Limits, num_steps_seen: int) -> _Finding:
+def _lately(compiles: Compiles, num_recent_compiling: int, recent_compile_s: float) -> str:
+    compiled = [event for event in compiles.events if event.kind in ("recompile", "graph") and event.stage == "train"]
+    worst = max(compiled, key=lambda event: event.count, default=None)
+    where = f", most often in {worst.function}" if worst is not None and worst.function else ""
+    lost = f", which took {recent_compile_s:.2g} s"
+    return f"Something was compiled in {num_recent_compiling} of the last {RECENT_STEPS} steps{where}{lost}" + (
+        _in_vain(compiles)
+    )
+
+
+def _in_vain(compiles: Compiles) -> str:
+    tried = [remedy.change for remedy in compiles.remedies]
+    return f", although it was healed with {' and '.join(tried)}" if tried else ""
+
+
+def _speed(samples: Sequence[Sample], limits: Limits, num_steps_seen: int, *, guard_s: float | None) -> _Finding:
     if not limits.max_pairs:
         return "compiled", "disabled", "Compiled and observed, not measured (max_pairs=0)."
     used = [sample for sample in samples if sample.void is None]
@@ -261,8 +305,10 @@ def _speed(samples: Sequence[Sample], limits: Limits, num_steps_seen: int) -> _F
         return "undecided", "pending", f"No decision yet after {num_steps_seen} steps{so_far}."
     if outcome == "no_gain":
         below = f"below the {limits.min_speedup:.2f}x asked for"
+        below += _guards(guard_s, used[:num_pairs])
         return _against("no_gain", f"Compiling gains nothing here: {_figures(seen)}, {below}", limits)
-    unclear = f"No clear answer: {_figures(seen)}, too close to the {limits.min_speedup:.2f}x asked for"
+    too_close = f"too close to the {limits.min_speedup:.2f}x asked for"
+    unclear = f"No clear answer: {_figures(seen)}, {too_close}{_guards(guard_s, used[:num_pairs])}"
     if outcome == "inconclusive" and (seen.median or 0) < 1:
         return _against("inconclusive", unclear, limits)
     # Kept on a gain of 2 %, given up only when slower than eager: between the two nothing is to be won by switching.
@@ -272,6 +318,18 @@ def _speed(samples: Sequence[Sample], limits: Limits, num_steps_seen: int) -> _F
     if outcome == "inconclusive":
         return "compiled", "inconclusive", f"{unclear}; kept, being no slower than eager."
     return "compiled", "gain", f"Compiled is {seen.median:.2f}x faster{_spread(seen)}; kept."
+
+
+def _guards(guard_s: float | None, used: Sequence[Sample]) -> str:
+    """What checking guards takes of a compiled pass, where that is much of it.
+
+    >>> _guards(0.004, [Sample(step=0, eager_s=0.01, compiled_s=0.01)])
+    ' (40 % of a compiled pass go into checking which graph applies)'
+    """
+    share = None if guard_s is None else guard_s / statistics.median(sample.compiled_s for sample in used)
+    if share is None or share < GUARD_SHARE:
+        return ""
+    return f" ({100 * min(share, 1):.0f} % of a compiled pass go into checking which graph applies)"
 
 
 def _figures(seen: Speedup) -> str:
