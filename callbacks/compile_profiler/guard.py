@@ -220,6 +220,8 @@ class Guard:
 
     def _copy_buffers(self) -> bool:
         """Keep the buffers that steps write, a launch or two in all; ``False`` if one has another shape by now."""
+        if not self._saved_buffers:
+            return True
         try:
             with torch.no_grad():
                 for group in self._saved_buffers:
