@@ -30,7 +30,7 @@ ORDINARY_STEPS = 50
 INPUT_BOUND_SHARE = 0.5
 TRUSTED_BRACKET = 1.05
 """An estimate whose two ends are further apart than this is not to be trusted: windows of real steps tell."""
-TRUSTED_INTERVAL = 1.15
+TRUSTED_INTERVAL = 1.10
 """Nor one whose interval is wider: the middle of such an interval is easily 5 % off."""
 
 
