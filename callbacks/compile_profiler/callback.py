@@ -219,7 +219,7 @@ class CompileProfiler(host.Callback):
 
     def on_train_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """Take everything off the module, write the report, show it."""
-        self._close()
+        self._close(orderly=True)
         if self._settings.verbose and trainer.is_global_zero:
             print_table(self._report)
 
@@ -231,8 +231,8 @@ class CompileProfiler(host.Callback):
         """The same where neither of the two was called."""
         self._close()
 
-    def _close(self) -> None:
+    def _close(self, *, orderly: bool = False) -> None:
         if self._session is not None:
+            self._report = self._session.finish(orderly=orderly)
             self._earlier = self._session.for_checkpoint()
-            self._report = self._session.finish()
             self._session = None

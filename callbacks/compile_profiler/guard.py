@@ -34,6 +34,7 @@ class Guard:
         arm: the compiled arm.
         on_failure: called with the error after the batch has been trained in eager.
         own_steps: the optimizers that the step moves itself; such a step is retried as a whole, backward included.
+        shares: whether other processes wait for each gradient, which must reach them once.
     """
 
     name = "compiled"
@@ -44,11 +45,13 @@ class Guard:
         arm: CompiledArm,
         on_failure: Callable[[Exception], None],
         own_steps: OwnSteps | None = None,
+        shares: bool = False,
     ) -> None:
         self._module = module
         self._arm = arm
         self._on_failure = on_failure
         self._own_steps = own_steps
+        self._shares = shares
         self.enabled = True  # False: steps run in eager, as in an eager window
         self._seconds = 0.0
         self._learning = LEARNING_STEPS
@@ -90,11 +93,11 @@ class Guard:
         self._on_failure(failure)
         return output
 
-    def backward(self, run: Callable[[Tensor], None], loss: Tensor, eager_loss: Callable[..., Tensor]) -> None:
+    def backward(self, run: Callable[..., None], loss: Tensor, eager_loss: Callable[..., Tensor]) -> None:
         """Run backward of the step that ``forward`` ran; if that fails, forward and backward in eager.
 
         Args:
-            run: the backward pass for a given loss.
+            run: the backward pass for a given loss; with ``only``, for these parameters.
             loss: the compiled step's loss.
             eager_loss: the loss for backward, computed by the user's own step from the arguments of ``forward``.
         """
@@ -112,6 +115,11 @@ class Guard:
         bring_back = self._rewind()
         loss = eager_loss(*args, **kwargs)
         bring_back()
+        if self._shares:
+            # What has come has been handed on already; the other processes wait for the rest.
+            rest = [parameter for parameter, before, version in gradients if not _has_come(parameter, before, version)]
+            run(loss, only=rest if len(rest) < len(gradients) else None)
+            return self._on_failure(failure)
         complete = []
         for parameter, gradient, version in gradients:
             if gradient is not None and gradient._version != version:
@@ -228,6 +236,11 @@ def _grouped(buffers: Iterable[Tensor]) -> list[_Group]:
         group.buffers.append(buffer)
         group.values.append(torch.empty_like(buffer))
     return list(groups.values())
+
+
+def _has_come(parameter: nn.Parameter, before: Tensor | None, version: int) -> bool:
+    """Whether backward has added to this parameter's gradient: all at once, as autograd does for a leaf."""
+    return parameter.grad is not before or (before is not None and before._version != version)
 
 
 def _nothing() -> None:

@@ -12,7 +12,7 @@ import mmap
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -67,12 +67,33 @@ def stage_of(trainer: Trainer) -> Stage:
 
 def unsupported(trainer: Trainer, module: LightningModule) -> str | None:
     """Why this run cannot be measured fairly, or ``None``."""
-    strategy = type(trainer.strategy).__name__
-    if strategy != "SingleDeviceStrategy":
-        return f"the strategy {strategy} on {trainer.world_size} process(es)"
+    if parallelism(trainer) is None:
+        return f"the strategy {type(trainer.strategy).__name__} on {trainer.world_size} process(es)"
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return "a training_step that takes the dataloader_iter, so a batch cannot be run twice"
+    if trainer.world_size == 1:
+        return None
+    if not module.automatic_optimization:
+        return "manual optimization in more than one process, where no rank can run its step again by itself"
+    if not torch.distributed.is_gloo_available():
+        return "more than one process with a torch that lacks gloo, by which they meet"
     return None
+
+
+Parallelism = Literal["none", "ddp", "fsdp"]
+
+
+def parallelism(trainer: Trainer) -> Parallelism | None:
+    """How the trainer spreads its work over processes, ``None`` for ways that cannot be measured."""
+    kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+    if kinds & {
+        "DeepSpeedStrategy",
+        "XLAStrategy",
+        "SingleDeviceXLAStrategy",
+    }:  # which call themselves one of the known
+        return None
+    known: dict[str, Parallelism] = {"SingleDeviceStrategy": "none", "DDPStrategy": "ddp"}
+    return next((known[name] for name in known if name in kinds), None)
 
 
 def target_for(module: LightningModule, target: str | Sequence[str]) -> str | Sequence[str]:

@@ -38,6 +38,12 @@ def disabled() -> str | None:
     return "torch.compiler.set_stance('force_eager') is in force" if stance == "force_eager" else None
 
 
+def shares_cache(backend: Any) -> bool:
+    """Whether what one process compiles is read from disk by another on its machine."""
+    config = torch._inductor.config
+    return backend == "inductor" and bool(config.fx_graph_cache) and not getattr(config, "force_disable_caches", False)
+
+
 def cache_folder() -> Path:
     """Where inductor keeps what it compiled; it need not be there yet."""
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir_utils.default_cache_dir())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from compile_profiler.arms import Arm
 from compile_profiler.clock import BlockTime, Clock, passes_for, peak_bytes
 from compile_profiler.drift import NOISE_FACTOR, Outcome, against_reference, compare, distance
 from compile_profiler.hooks import without_gradient_hooks
-from compile_profiler.records import Drift, Memory, Rng, Sample
+from compile_profiler.records import Drift, Memory, Rng
 from compile_profiler.sandbox import RandomState, Snapshot
 
 MIN_BLOCK_S = 0.02
@@ -32,6 +34,31 @@ OnePass = Callable[..., "Tensor | None"]
 when ``take(parameters)`` is called, for those whose optimizer the step moves itself, or else at the end."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A pair that has been compared and not yet timed.
+
+    Attributes:
+        drift: what the two arms computed differently.
+        shape: the batch's shape class.
+        num_passes: passes that make a timed block long enough.
+        drafts_s: rough seconds of an eager and a compiled pass.
+        order: the arms as they are to be timed.
+        back: puts everything back between two blocks.
+        inputs: the batch as ``(args, kwargs)``, a copy of its own if the step writes it.
+        writes_batch: whether it does.
+    """
+
+    drift: Drift
+    shape: str
+    num_passes: int
+    drafts_s: tuple[float, float]
+    order: tuple[Arm, ...]
+    back: Callable[[], None]
+    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    writes_batch: bool
+
+
 class Probe:
     """Measures pairs: the same batch through the eager and the compiled arm, forward and backward.
 
@@ -41,6 +68,7 @@ class Probe:
     Args:
         module: the LightningModule.
         one_pass: runs one arm on one batch.
+        alone: context in which a pass waits for no other process.
         quiet: context in which nothing that the step sends to loggers arrives.
         roots: further objects that a step may write.
         clock: seconds on the module's device.
@@ -50,6 +78,7 @@ class Probe:
         matched_rng: whether the compiled arm draws the same random numbers as eager.
         overwrites_gradients: whether the compiled arm replays CUDA graphs, whose next run writes into the memory that
             the gradients of the last one live in.
+        shares_gradients: whether gradients live in memory that the next pass writes, and that they must not leave.
         writes_gradients: whether the step may write into gradients that are there, because it runs backward itself.
         plain_pass: ``(take, *args, **kwargs) -> loss`` in the module's own dtype, to compare both arms with a run in
             float64; ``None`` to leave that out.
@@ -61,6 +90,7 @@ class Probe:
         module: nn.Module,
         *,
         one_pass: OnePass,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
         quiet: Callable[[], AbstractContextManager[None]],
         roots: Callable[[], Iterable[Any]],
         clock: Clock,
@@ -68,12 +98,14 @@ class Probe:
         roundoff: float | None,
         matched_rng: bool,
         overwrites_gradients: bool = False,
+        shares_gradients: bool = False,
         writes_gradients: bool = False,
         plain_pass: Callable[..., Tensor | None] | None = None,
         seed: int,
     ) -> None:
         self._module = module
         self._one_pass = one_pass
+        self._alone = alone
         self._quiet = quiet
         self._roots = roots
         self._clock = clock
@@ -81,6 +113,7 @@ class Probe:
         self._roundoff = roundoff
         self._matched_rng = matched_rng
         self._overwrites_gradients = overwrites_gradients
+        self._shares_gradients = shares_gradients
         self._writes_gradients = writes_gradients
         self._plain_pass = plain_pass
         self._coin = random.Random(seed)
@@ -90,69 +123,71 @@ class Probe:
         self._num_pairs = 0
         self.memory: Memory | None = None
 
-    def measure(
-        self,
-        eager: Arm,
-        compiled: Arm,
-        *args: Any,
-        step: int,
-        step_s: float | None,
-        compiled_something: Callable[[], bool],
-        **kwargs: Any,
-    ) -> Sample:
-        """Run one pair on the batch in ``args`` and put everything back.
+    @contextmanager
+    def pair(self, eager: Arm, compiled: Arm, *args: Any, **kwargs: Any) -> Iterator[Draft]:
+        """Compare both arms on the batch in ``args``; inside the context they can be timed. Puts everything back.
+
+        No pass in here waits for another process.
 
         Args:
             eager: the arm that serves as the measure.
             compiled: the arm that is measured.
             *args: what ``training_step`` was called with.
-            step: x-axis number of the batch.
-            step_s: seconds of a whole step in the window before, handed on to the sample.
-            compiled_something: whether anything was compiled since the pair began; its times are void then.
             **kwargs: likewise.
 
         Raises:
             Exception: whatever a pass raises; everything has been put back then, too.
         """
+        order = [eager, compiled]
+        self._coin.shuffle(order)  # first of all: the coins of all processes fall alike
         with self._kept(args, kwargs) as (back, batch):
-            drift, wrote_batch, drafts_s = self._compare(eager, compiled, args, kwargs, back, batch)
+            with self._alone():
+                drift, wrote_batch, drafts_s = self._compare(eager, compiled, args, kwargs, back, batch)
             shape = _shape_of(batch)
-            num_passes = self._num_passes.setdefault(shape, self._passes_for(*drafts_s))
-            copies = [batch.duplicate((args, kwargs)) for _ in range(num_passes)] if wrote_batch else None
-            order = [eager, compiled]
-            self._coin.shuffle(order)
-            times: dict[str, BlockTime] = {}
-            for arm in order:
-                back()
-                inputs = iter(copies) if copies is not None else _repeated((args, kwargs))
-                times[arm.name] = self._clock.timed(partial(self._pass, arm, inputs), num_passes)
-                if copies is not None:
-                    copies = [batch.duplicate((args, kwargs)) for _ in range(num_passes)]
-            # The untimed passes were a rough guide, and a stall in one of them would shorten all blocks to come.
-            self._num_passes[shape] = self._passes_for(times[eager.name].pass_s, times[compiled.name].pass_s)
-            void = "compiled" if compiled_something() else None
-            if void is None and self.memory is None:
-                self.memory = Memory(
-                    eager_peak_bytes=self._peak(eager, args, kwargs, back),
-                    compiled_peak_bytes=self._peak(compiled, args, kwargs, back),
-                )
-        self._num_pairs += 1
-        return Sample(
-            step=step,
-            eager_s=times[eager.name].pass_s,
-            compiled_s=times[compiled.name].pass_s,
-            eager_host_s=times[eager.name].host_s,
-            compiled_host_s=times[compiled.name].host_s,
-            num_passes=num_passes,
-            shape=shape,
-            step_s=step_s,
-            void=void,
-            drift=drift,
-        )
+            self._num_pairs += 1
+            yield Draft(
+                drift=drift,
+                shape=shape,
+                num_passes=self._num_passes.setdefault(shape, self._passes_for(*drafts_s)),
+                drafts_s=drafts_s,
+                order=tuple(order),
+                back=back,
+                inputs=lambda: batch.duplicate((args, kwargs)) if wrote_batch else (args, kwargs),
+                writes_batch=wrote_batch,
+            )
+
+    def times(self, draft: Draft, num_passes: int) -> dict[str, BlockTime]:
+        """A timed block of so many passes of each arm, by name; several processes make them together.
+
+        Raises:
+            Exception: whatever a pass raises.
+        """
+        times: dict[str, BlockTime] = {}
+        for arm in draft.order:
+            draft.back()
+            # Only a step that writes its batch needs one for each pass, made before the clock starts.
+            inputs = [draft.inputs() for _ in range(num_passes if draft.writes_batch else 1)]
+            times[arm.name] = self._clock.timed(partial(self._pass, arm, itertools.cycle(inputs)), num_passes)
+        # The untimed passes were a rough guide, and a stall in one of them would shorten all blocks to come.
+        self._num_passes[draft.shape] = self._passes_for(*[time.pass_s for time in times.values()])
+        return times
+
+    def peaks(self, draft: Draft) -> None:
+        """Measure ``memory`` in one pass of each arm; several processes make it together.
+
+        Raises:
+            Exception: whatever a pass raises.
+        """
+        peaks: dict[str, int | None] = {}
+        for arm in sorted(draft.order, key=lambda arm: arm.name, reverse=True):
+            draft.back()
+            run = partial(self._pass, arm, iter([draft.inputs()]))
+            peaks[arm.name] = peak_bytes(run, self._clock.device)
+        self.memory = Memory(eager_peak_bytes=peaks["eager"], compiled_peak_bytes=peaks["compiled"])
 
     def rehearse(self, arm: Arm, *args: Any, **kwargs: Any) -> None:
-        """Run one pass of one arm on the batch in ``args``, untimed, and put everything back."""
-        with self._kept(args, kwargs):
+        """Run one pass of one arm on the batch in ``args``, untimed, for itself alone, and put everything back."""
+        with self._kept(args, kwargs), self._alone():
             self._one_pass(arm, self._parameters, _leave, *args, **kwargs)
 
     def _passes_for(self, *drafts_s: float) -> int:
@@ -173,6 +208,7 @@ class Probe:
         gradients = [parameter.grad for parameter in self._parameters]
         if self._overwrites_gradients:
             gradients = [gradient if gradient is None else gradient.clone() for gradient in gradients]
+        values = [gradient.clone() for gradient in gradients if gradient is not None] if self._shares_gradients else []
         numbers = RandomState(self._clock.device)
         state = Snapshot([self._module, *self._roots()])
         batch = Snapshot([args, kwargs])
@@ -181,6 +217,9 @@ class Probe:
             state.restore()
             batch.restore()
             numbers.restore()
+            if values:
+                with torch.no_grad():
+                    torch._foreach_copy_([gradient for gradient in gradients if gradient is not None], values)
             # Real gradients in forward: a step that reads .grad would compile another graph without them.
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 working_copy = self._writes_gradients and not last
@@ -257,10 +296,6 @@ class Probe:
         seconds = self._clock.now() - start_s
         return taken.outcome(self._module, loss), seconds
 
-    def _peak(self, arm: Arm, args: Any, kwargs: Any, back: Callable[[], None]) -> int | None:
-        back()
-        return peak_bytes(partial(self._one_pass, arm, self._parameters, _leave, *args, **kwargs), self._clock.device)
-
 
 class _Gradients:
     """The gradients of one pass, each as it was when its optimizer would first have used it.
@@ -286,11 +321,6 @@ class _Gradients:
 
 def _leave(_parameters: Iterable[nn.Parameter]) -> None:
     """Of a pass whose gradients nobody reads."""
-
-
-def _repeated(item: Any) -> Iterator[Any]:
-    while True:
-        yield item
 
 
 def _shape_of(batch: Snapshot) -> str:

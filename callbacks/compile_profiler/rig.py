@@ -45,9 +45,10 @@ class Rig:
         on_failure: Callable[[Exception], None],
         compiled_something: Callable[[], bool],
     ) -> None:
-        self._arm = arm
+        self.arm = arm
         self.door = StepDoor(trainer, module, overwrites_gradients=settings.replays_cuda_graphs)
-        self.guards = {hook: Guard(module, arm, on_failure, self.door.own_steps) for hook in hooks}
+        shares = trainer.world_size > 1
+        self.guards = {hook: Guard(module, arm, on_failure, self.door.own_steps, shares) for hook in hooks}
         tolerance, roundoff = settings.drift_tolerance, None
         if tolerance is None:
             dtype, tf32 = module_dtype(module), bool(environment.tf32)
@@ -58,6 +59,7 @@ class Rig:
         self.probe = Probe(
             module,
             one_pass=self.door.one_pass,
+            alone=self.door.alone,
             quiet=self.door.quiet,
             roots=self.door.roots,
             clock=clock,
@@ -65,6 +67,7 @@ class Rig:
             roundoff=roundoff,
             matched_rng=settings.draws_eagers_numbers,
             overwrites_gradients=settings.replays_cuda_graphs,
+            shares_gradients=self.door.shares_gradients,
             writes_gradients=self.door.own_steps is not None,
             plain_pass=self.door.plain_pass if settings.drift_reference else None,
             seed=settings.seed,
@@ -77,8 +80,19 @@ class Rig:
                 compiled=self.guards["training_step"],
                 compiled_something=compiled_something,
                 compares=settings.limits.drift != "off",
+                together=self.door.together,
             )
         self.door.open(self.guards)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether training steps run compiled at present."""
+        return self.guards["training_step"].enabled and not self.door.runs_instead
+
+    def enable(self, enabled: bool) -> None:
+        """Let the steps to come run compiled, or in eager."""
+        for guard in self.guards.values():
+            guard.enabled = enabled
 
     def take_seconds(self) -> float:
         """Seconds that the guards have spent on keeping since the last call."""
@@ -87,4 +101,4 @@ class Rig:
     def remove(self) -> None:
         """Give the module its own step back, release compiled code; may be called twice."""
         self.door.close()
-        self._arm.release()
+        self.arm.release()

@@ -1,4 +1,4 @@
-"""One fit: what runs compiled, when a pair is due, what follows from what was seen."""
+"""One fit: what runs compiled, when a pair is due, when the ranks meet."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import functools
 import time
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 from compile_profiler import checkpoint, host, observe, targets
 from compile_profiler.advice import advice
@@ -16,25 +14,22 @@ from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.export import Export
+from compile_profiler.group import Group, LostError
+from compile_profiler.judgement import Judgement, is_failure, packed, unpacked
 from compile_profiler.ledger import Ledger
-from compile_profiler.notices import long_compile, near_limit
+from compile_profiler.meeting import Exchange, Finding, Meeting, OfEach, Own, alone, first_compile, first_voice, largest
+from compile_profiler.notices import LONG_COMPILE_S, long_compile, near_limit
 from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
+from compile_profiler.reducer import OwnCollectives
 from compile_profiler.rig import Rig
-from compile_profiler.verdict import judge
 from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
 
-MAX_SHAPES_TO_REOPEN = 3
-_MAX_BACKOFF = 10
 _HOOKS = {"train": "training_step", "validate": "validation_step"}
-_FAILURES: dict[Reason, str] = {
-    "compile_error": "Compiling failed",
-    "runtime_error": "The compiled step failed",
-    "out_of_memory": "The compiled step ran out of memory",
-}
+T = TypeVar("T")
 
 
 class Session:
-    """The compiled part of one fit, from start to finish.
+    """The compiled part of one fit, from start to finish; to the other ranks it is a ``Member``.
 
     Args:
         settings: the callback's arguments.
@@ -49,15 +44,17 @@ class Session:
         self._module = module
         self._export = export
         self._config = settings.config
-        self._verdict = Verdict(config=self._config)
         self._environment = host.environment(trainer)
         self._identity = checkpoint.identity(module, settings.decisive(), self._environment)
         self._ledger = Ledger(confidence=settings.limits.confidence, whole_step=settings.end_to_end != "off")
         self._observer = observe.Observer()
+        self._judgement = Judgement(settings.limits, self._config, self._ledger, self._observer)
         self._clock = Clock(trainer.strategy.root_device)
         self._window = Window(self._clock)
         windows = settings.end_to_end == "windows" and settings.limits.max_pairs
         self._alternation = Alternation(self._clock, seed=settings.seed) if windows else None
+        self._couple: Sample | None = None  # two windows that have just ended
+        self._couple_void = False
         self._rig: Rig | None = None  # while the run is compiled
         self._other_targets: list[str] | None = None  # looked for where nothing was compiled
         self._never_ran = False
@@ -65,9 +62,21 @@ class Session:
         self._step_began_s = 0.0
         self._num_clean = 0
         self._warm = False  # the first compiles of this fit are over
-        self._num_since_pair = 0
         self._news = True  # something to judge
         self._unlogged = True  # something to log
+        # What concerns the other ranks; alone, what concerns nobody.
+        every = settings.pair_every_n_steps
+        self._rank, self._world_size = trainer.global_rank, trainer.world_size
+        self._meeting = Meeting(rank=self._rank, world_size=self._world_size, pair_every_n_steps=every)
+        self._group: Group | None = None
+        self._common = Finding()
+        self._of_each: OfEach | None = None
+        self._failed: Verdict | None = None  # here, and not everybody's yet
+        self._compiled_again = False
+        self._own_compile_s = 0.0
+        self._all_are_warm = False
+        self._new_pair: Sample | None = None
+        self._own_collectives = OwnCollectives()
 
     # -- beginning and end -------------------------------------------------------------------------------------------
 
@@ -79,21 +88,39 @@ class Session:
         """
         obstacle = host.unsupported(self._trainer, self._module)
         if obstacle is not None:
-            return self._refuse("unsupported", f"This version does not measure {obstacle}")
-        obstacle = observe.disabled()
-        if obstacle is not None:
-            return self._refuse("disabled", f"Nothing is compiled: {obstacle}")
-        if earlier is not None and self._go_on_from(earlier):
-            return None
+            return self._refuse(self._refusal("unsupported", f"This version does not measure {obstacle}"))
+        try:
+            if not self._meeting.is_alone:
+                self._group = Group(self._export.tell)
+            obstacle = observe.disabled()
+            refusal = None if obstacle is None else self._refusal("disabled", f"Nothing is compiled: {obstacle}")
+            if refusal is None and self._go_on_from(earlier):
+                return None
+            refusal = refusal or self._compile()
+            text = None if refusal is None else packed(refusal)
+            text = self._run(first_voice(text, rank=self._rank, world_size=self._world_size))
+        except LostError as error:
+            return self._lost(error)
+        if text is not None:
+            self._leave()
+            return self._refuse(unpacked(text, self._config))
+        self._observer.start()
+        self._observer.skip()
+        names = ", ".join(self._config.get("modules") or [_HOOKS[stage] for stage in self._settings.stages])
+        self._export.tell(f"compiling {names} in the first steps; this can take a minute.")
+        return None
+
+    def _compile(self) -> Verdict | None:
+        """Put the compiled arm on the module, or say why not."""
         hooks = [_HOOKS[stage] for stage in self._settings.stages]
         try:
             target = host.target_for(self._module, self._settings.target)
             arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
         except Exception as error:  # torch.compile refuses the Python version, the platform or the options
             what_to_do = advice(error) or ""
-            return self._refuse("compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip())
+            return self._refusal("compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip())
         if target == "networks" and not arm.compiled_names:
-            return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
+            return self._refusal("nothing_compiled", "Manual optimization, and no child module owns parameters")
         if arm.compiled_names:
             self._config["modules"] = list(arm.compiled_names)
         self._rig = Rig(
@@ -107,18 +134,19 @@ class Session:
             on_failure=self._on_failure,
             compiled_something=self._observer.compiling,
         )
+        if self._group is not None:
+            self._rig.door.before_step = self._before_first_step
         self._observer.own_functions = targets.own_functions(self._module, target, hooks)
-        self._observer.start()
-        self._observer.skip()
-        names = ", ".join(arm.compiled_names or hooks)
-        self._export.tell(f"compiling {names or 'forward'} in the first steps; this can take a minute.")
         return None
 
     def _go_on_from(self, data: Any) -> bool:
         """Take over what an earlier fit has found out; whether that settles it: no compiling."""
-        earlier = checkpoint.unpacked(data, self._identity)
-        if isinstance(earlier, str):
-            self._export.tell(f"The checkpoint's measurements are of another {earlier}; measuring starts afresh.")
+        earlier = None if data is None else checkpoint.unpacked(data, self._identity)
+        is_afresh = not isinstance(earlier, checkpoint.Earlier)
+        if self._run(largest({"is_afresh": is_afresh}))["is_afresh"] or not isinstance(earlier, checkpoint.Earlier):
+            if earlier is not None:
+                whose = earlier if isinstance(earlier, str) else "machine on another rank"
+                self._export.tell(f"The checkpoint's measurements are of another {whose}; measuring starts afresh.")
             return False
         self._ledger.go_on_from(earlier.evidence)
         if earlier.verdict is None:
@@ -130,14 +158,24 @@ class Session:
     def for_checkpoint(self) -> dict[str, Any]:
         """What the next fit of this training can go on from, in plain values."""
         max_pairs = self._settings.limits.max_pairs
-        return checkpoint.packed(self._identity, self._verdict, self._ledger.evidence(), max_pairs=max_pairs)
+        return checkpoint.packed(self._identity, self._judgement.verdict, self._ledger.evidence(), max_pairs=max_pairs)
 
-    def _refuse(self, reason: Reason, message: str) -> None:
-        host.warn(f"{message}; training goes on as without the callback.")
-        self._conclude(Verdict(decision="eager", reason=reason, message=f"{message}.", config=self._config))
+    def _refusal(self, reason: Reason, message: str) -> Verdict:
+        return Verdict(decision="eager", reason=reason, message=f"{message}.", config=self._config)
 
-    def finish(self) -> Report:
-        """Take everything off the module, deliver the result; may be called twice."""
+    def _refuse(self, verdict: Verdict) -> None:
+        host.warn(f"{verdict.message.removesuffix('.')}; training goes on as without the callback.")
+        self._conclude(verdict)
+
+    def finish(self, *, orderly: bool = False) -> Report:
+        """Take everything off the module, deliver the result; may be called twice.
+
+        Args:
+            orderly: all ranks have come to the end of training, so that they can meet once more.
+        """
+        if orderly and self._rig is not None and self._group is not None:
+            self._num_clean = 0  # no pair any more
+            self._meet()
         self._leave()
         self._observer.stop()
         report = self.report()
@@ -146,11 +184,14 @@ class Session:
         return report
 
     def _leave(self) -> None:
-        """Back to the user's own step; compiled code is released."""
+        """Back to the user's own step; compiled code is released, and so are the ways to the other ranks."""
         if self._rig is not None:
             self._ledger.own_s += self._rig.take_seconds()
             self._rig.remove()
         self._rig = None
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
     # -- the training loop -------------------------------------------------------------------------------------------
 
@@ -167,11 +208,10 @@ class Session:
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
         if self._rig is not None:
-            self._account(began_s - self._step_began_s)
-            if self._is_due():
-                self._run_pair()
-            if self._news:
-                self._decide()
+            boundary = self._rig.door.at_boundary()
+            self._account(began_s - self._step_began_s, boundary)
+            if self._is_due(boundary):
+                self._meet()
         if self._unlogged and host.logs_this_step(self._trainer):
             self._unlogged = False
             self._export.log(self.report(), self._step)
@@ -183,6 +223,7 @@ class Session:
         if not self._observer.poll(stage, step=self._step, epoch=self._trainer.current_epoch):
             return False
         news = self._observer.news
+        self._own_compile_s += news.compile_s
         for finding in news.near_limit:
             host.warn(near_limit(*finding))
         line = long_compile(news.events, news.compile_s)
@@ -190,23 +231,26 @@ class Session:
             self._export.tell(line)
         return True
 
-    def _account(self, seconds: float) -> None:
+    def _account(self, seconds: float, boundary: bool) -> None:
+        assert self._rig is not None
         compiling = self._look("train")
-        compiled = self._alternation is None or self._alternation.arm == "compiled"
-        boundary = self._rig is not None and self._rig.door.at_boundary()
-        self._ledger.add_step(self._step, seconds, compiled=compiled, compiling=compiling)
-        self._num_since_pair += int(boundary)
+        self._ledger.add_step(self._step, seconds, compiled=self._rig.is_compiled, compiling=compiling)
+        self._meeting.count(boundary=boundary)
+        self._num_clean = 0 if compiling else self._num_clean + 1
         if compiling:
-            self._num_clean = 0
             self._news = True
-            self._drop_windows()
-            if self._warm:
-                self._reopen("something was compiled again")
-            return
-        self._num_clean += 1
+            self._compiled_again |= self._warm
+            self._window.drop()
+            self._couple_void = True
         self._warm |= self._num_clean >= self._settings.warmup_steps
         if self._alternation is None:
-            self._window.step()
+            if not compiling:
+                self._window.step()
+        elif not self._meeting.is_alone:  # what happens on one rank must not change the others' windows
+            if self._all_are_warm:
+                self._alternate(boundary)
+        elif compiling:
+            self._alternation.drop()
         elif self._num_clean >= self._settings.warmup_steps:
             self._alternate(boundary)
 
@@ -214,14 +258,10 @@ class Session:
         """Account for a step of the open window; the next step runs on the arm whose turn it is."""
         assert self._alternation is not None
         assert self._rig is not None
-        sample = self._alternation.step(self._step, boundary=boundary)
-        if sample is not None:
-            self._ledger.window_samples.append(sample)
-            self._news = True
-            if self._verdict.decision != "undecided":
-                self._alternation.rest(self._ledger.steps_per_couple(self._settings.overhead_budget))
-        for guard in self._rig.guards.values():
-            guard.enabled = self._alternation.arm == "compiled"
+        if self._alternation.between:
+            self._couple_void = False
+        self._couple = self._alternation.step(self._step, boundary=boundary)
+        self._rig.enable(self._alternation.arm == "compiled" and self._failed is None)
 
     def _drop_windows(self) -> None:
         self._window.drop()
@@ -238,90 +278,147 @@ class Session:
         self._drop_windows()
         self._num_clean = min(self._num_clean, self._settings.warmup_steps - 1)
 
-    # -- pairs -------------------------------------------------------------------------------------------------------
+    # -- meeting -----------------------------------------------------------------------------------------------------
 
-    def _is_due(self) -> bool:
-        return (
-            self._rig is not None
-            and self._rig.pairs is not None
-            and not self._rig.pairs.stopped
-            and self._num_clean >= self._settings.warmup_steps
-            and self._num_since_pair >= self._pair_interval()
-            and self._rig.door.at_boundary()
-            and not profiler_is_on()  # it slows eager down more than compiled, and the pair would be in its record
-            and (self._alternation is None or self._alternation.between)
+    def _is_due(self, boundary: bool) -> bool:
+        between = self._alternation is None or self._alternation.between
+        return self._meeting.is_due(
+            boundary=boundary,
+            urgent=self._news
+            or (
+                self.takes_pairs
+                and self._num_clean >= self._settings.warmup_steps
+                and self._meeting.num_since_pair >= self._steps_per_pair()
+                and boundary
+                and between
+                and not profiler_is_on()
+            ),
+            in_window=not between,
+            window_ended=self._couple is not None,
         )
 
-    def _pair_interval(self) -> float:
-        """Optimizer steps between two pairs: fixed while undecided, afterwards what ``overhead_budget`` allows."""
-        # A model that compiles in every pair would otherwise be measured in vain for ever.
-        interval = self._settings.pair_every_n_steps << min(self._ledger.num_void_in_a_row, _MAX_BACKOFF)
-        if self._verdict.decision == "undecided":
-            return interval
-        return max(interval, self._ledger.steps_per_pair(self._settings.overhead_budget))
+    def _meet(self) -> None:
+        try:
+            self._run(self._meeting.hold(self))
+        except LostError as error:
+            self._lost(error)
 
-    def _reopen(self, why: str) -> None:
-        """Another regime than the one that was decided on: ask again, from here on; the run stays compiled."""
-        if self._verdict.reason not in ("gain", "inconclusive"):
+    def _run(self, exchange: Exchange[T]) -> T:
+        return alone(exchange) if self._group is None else self._group.run(exchange)
+
+    def _lost(self, error: LostError) -> None:
+        """Nobody can agree on anything any more: each rank trains on by itself, as without the callback."""
+        message = f"The ranks could not meet at step {self._step}: {error}"
+        host.warn(f"{message}; training goes on as without the callback.")
+        self._conclude(Verdict(decision="eager", reason="runtime_error", message=message, config=self._config))
+
+    def _steps_per_pair(self) -> float:
+        return self._judgement.steps_per_pair(self._settings.pair_every_n_steps, self._settings.overhead_budget)
+
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether pairs can be had in this run."""
+        return self._rig is not None and self._rig.pairs is not None and not self._rig.pairs.stopped
+
+    def finding(self) -> Finding:
+        """What this rank knows now."""
+        compiles, ledger, couple = self._observer.compiles(), self._ledger, self._couple
+        is_warm = self._num_clean >= self._settings.warmup_steps
+        between = self._alternation is None or self._alternation.between
+        at_boundary = self._rig is not None and self._rig.door.at_boundary()
+        # A profiler slows eager down more than compiled, and the pair would be in its record.
+        return Finding(
+            unready=not (is_warm and between and at_boundary) or profiler_is_on(),
+            failed=self._failed is not None,
+            news=self._news or couple is not None,
+            compiled_again=self._compiled_again,
+            num_recent_compiling=ledger.num_recent_compiling,
+            without_graph=bool(ledger.num_compiled_steps) and not compiles.graphs,
+            left_out=self._observer.left_out is not None,
+            limit_hits=compiles.limit_hits,
+            steps_per_pair=self._steps_per_pair(),
+            window_void=couple is not None and self._couple_void,
+            window_eager_s=None if couple is None else couple.eager_s,
+            window_compiled_s=None if couple is None else couple.compiled_s,
+        )
+
+    def own(self) -> Own:
+        """This rank's seconds."""
+        pairs = None if self._rig is None else self._rig.pairs
+        return Own(
+            compile_s=self._own_compile_s,
+            step_s=self._ledger.ordinary_step_s,
+            pass_s=None if pairs is None else pairs.pass_s,
+        )
+
+    def hear(self, common: Finding, of_each: OfEach) -> None:
+        """What all ranks know now."""
+        self._common, self._of_each = common, of_each
+        self._news = self._compiled_again = False
+        self._new_pair = None
+        self._all_are_warm |= not common.unready
+        couple, self._couple = self._couple, None
+        if couple is None or common.window_eager_s is None or common.window_compiled_s is None:
             return
-        self._ledger.ask()
-        self._verdict = Verdict(message=f"Asked again: {why}.", step=self._step, config=self._config)
-        self._unlogged = True
-        self._export.tell(f"measuring again at step {self._step}: {why}.")
+        assert self._alternation is not None
+        if not common.window_void or self._meeting.is_alone:
+            eager_s, compiled_s = common.window_eager_s, common.window_compiled_s
+            self._ledger.window_samples.append(replace(couple, eager_s=eager_s, compiled_s=compiled_s))
+            if self._judgement.verdict.decision != "undecided":
+                self._alternation.rest(self._ledger.steps_per_couple(self._settings.overhead_budget))
 
-    def _look_again(self, sample: Sample) -> None:
-        """Whether this pair shows another regime, or an undecided question has rested long enough."""
-        shapes = {earlier.shape for earlier in self._ledger.samples}
-        # A run of ever new lengths was decided on many of them; its next new one is nothing new.
-        if sample.void is None and shapes and sample.shape not in shapes and len(shapes) <= MAX_SHAPES_TO_REOPEN:
-            self._reopen("batches of another shape came")
-        rested = len(self._ledger.asked_samples) >= 2 * self._settings.limits.max_pairs
-        if self._verdict.reason == "inconclusive" and rested:
-            self._reopen("the answer was not clear")
-
-    def _run_pair(self) -> None:
+    def pair(self) -> Exchange[None]:
+        """Take a pair, together with the other ranks."""
         assert self._rig is not None
         pairs, call = self._rig.pairs, self._rig.door.last_call
         assert pairs is not None
         assert call is not None
         step_s = self._window.close()
         began_s = time.perf_counter()
-        sample = pairs.take(call, step=self._step, step_s=step_s)
+        sample = yield from pairs.take(call, step=self._step, step_s=step_s)
         if pairs.memory is not None:
             self._ledger.memory = pairs.memory
         self._look("probe")
-        self._num_since_pair = 0
-        self._news = True
         self._window.drop(settle_steps=SETTLE_STEPS)
-        self._look_again(sample)
+        self._new_pair = sample
+        if self._rank == 0:
+            self._reopen(self._judgement.another_regime(sample))
         self._ledger.add_pair(sample, time.perf_counter() - began_s)
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
-    def _decide(self) -> None:
-        self._news = False
-        compiles, left_out = self._observer.compiles(), self._observer.left_out
-        if self._ledger.num_compiled_steps and (not compiles.graphs or left_out is not None):
+    def _reopen(self, why: str | None) -> None:
+        if why is not None and self._judgement.reopen(why, self._step):
+            self._unlogged = True
+            self._export.tell(f"measuring again at step {self._step}: {why}.")
+
+    def judge(self) -> str:
+        """What follows from all that has been found."""
+        if self._common.compiled_again:
+            self._reopen("something was compiled again")
+        if self._common.without_graph or self._common.left_out:
             self._find_other_targets()
-        verdict = judge(
-            self._ledger.asked_samples,
-            compiles,
-            limits=self._settings.limits,
-            step=self._step,
-            config=self._config,
-            num_compiled_steps=self._ledger.num_compiled_steps,
-            num_steps_seen=self._ledger.num_steps,
-            num_recent_compiling=self._ledger.num_recent_compiling,
-            evidence=self._ledger.asked_windows if self._alternation is not None else None,
-            left_out=left_out,
+        verdict = self._judgement.judge(
+            self._step,
+            self._common,
+            by_windows=self._alternation is not None,
             never_ran=self._never_ran,
             other_targets=self._other_targets or (),
         )
-        if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
+        return packed(verdict)
+
+    def obey(self, text: str) -> None:
+        """Act on what was decided; every rank does at the same step."""
+        verdict, mine = unpacked(text, self._config), self._judgement.verdict
+        if (verdict.decision, verdict.reason) != (mine.decision, mine.reason):
+            if verdict.decision == "undecided":
+                self._ledger.ask()
+            if is_failure(verdict):
+                host.warn(f"{verdict.message} Its batch was trained in eager, and so is the rest of the run.")
             self._conclude(verdict)
             self._export.tell(verdict.message)
         elif verdict.decision == "undecided":
-            self._verdict = verdict
+            self._judgement.verdict = verdict
         self._unlogged = True
 
     def _find_other_targets(self) -> None:
@@ -340,26 +437,80 @@ class Session:
 
     def _conclude(self, verdict: Verdict) -> None:
         """Act on a verdict: the one place where the active arm changes."""
-        self._verdict = verdict
+        self._judgement.verdict = verdict
         self._unlogged = True
         if verdict.decision == "eager":
             self._leave()
         self._export.write(self.report())
 
     def _on_failure(self, error: Exception) -> None:
-        """A compiled step failed and its batch has been trained in eager: so is the rest of the run."""
-        self._step = step = host.x_axis(self._trainer)
-        reason: Reason = "compile_error" if self._observer.failed(error) else "runtime_error"
-        if isinstance(error, torch.OutOfMemoryError):
-            reason = "out_of_memory"
+        """A compiled step failed and its batch has been trained in eager: so is the rest of the run.
+
+        One of several ranks trains on in eager until the next meeting, where it becomes everybody's verdict.
+        """
+        self._step = host.x_axis(self._trainer)
+        is_alone = self._meeting.is_alone
+        verdict = self._judgement.on_failure(error, self._step, None if is_alone else self._rank)
         self._look(host.stage_of(self._trainer))
-        what_to_do = advice(error)
-        message = f"{_FAILURES[reason]}: {host.first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
-        host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
-        self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
+        if is_alone:
+            host.warn(f"{verdict.message} The batch was trained in eager, and so is the rest of the run.")
+            self._conclude(verdict)
+        elif self._rig is not None:
+            self._failed = self._failed or verdict
+            self._rig.enable(False)
+
+    def failure(self) -> str:
+        """What has failed on this rank."""
+        assert self._failed is not None
+        return packed(self._failed)
 
     def report(self) -> Report:
         """Everything known now."""
         if self._rig is not None:
             self._ledger.own_s += self._rig.take_seconds()
-        return self._ledger.report(self._verdict, self._observer.compiles(), self._environment)
+        ranks = None if self._of_each is None or self._meeting.is_alone else self._of_each.ranks()
+        return self._ledger.report(self._judgement.verdict, self._observer.compiles(), self._environment, ranks)
+
+    # -- the first steps of several ranks ----------------------------------------------------------------------------
+
+    def _before_first_step(self) -> None:
+        """One step in eager: DDP learns the order of gradients, and it shows whether the step talks to other ranks."""
+        assert self._rig is not None
+        self._rig.door.run_instead(self._own_collectives)
+        self._rig.door.before_step = self._before_second_step
+
+    def _before_second_step(self) -> None:
+        """Compile while no rank waits for another in a collective of training."""
+        assert self._rig is not None
+        self._rig.door.run_instead(None)
+        self._rig.door.before_step = None
+        try:
+            if self._run(largest({"own": self._own_collectives.found}))["own"]:
+                return self._do_without_pairs("the step itself sends something to other processes")
+            leads = self._trainer.local_rank == 0 or not observe.shares_cache(self._settings.options["backend"])
+            self._run(first_compile(self, leads=leads))
+            self._run(self._meeting.hold(self))  # a rank that could not compile is everybody's affair at once
+        except LostError as error:
+            self._lost(error)
+
+    def compile_first(self) -> None:
+        """Compile in a pass that leaves no trace and waits for nobody."""
+        assert self._rig is not None
+        assert self._rig.door.last_call is not None
+        args, kwargs = self._rig.door.last_call
+        began_s = time.perf_counter()
+        try:
+            self._rig.probe.rehearse(self._rig.arm, *args, **kwargs)
+        except Exception as error:  # one that is not of compiling will show, or not, when the step is trained
+            if self._observer.failed(error):
+                self._on_failure(error)
+        seconds = time.perf_counter() - began_s
+        if seconds > LONG_COMPILE_S:
+            self._export.tell(f"compiled in {seconds:.1f} s here; the other processes follow.")
+
+    def _do_without_pairs(self, why: str) -> None:
+        assert self._rig is not None
+        self._rig.pairs = None
+        if self._settings.limits.max_pairs:
+            host.warn(f"{why}, so no pair can be taken; both ways are timed in windows of real steps instead.")
+            self._alternation = self._alternation or Alternation(self._clock, seed=self._settings.seed)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from compile_profiler import host
-from compile_profiler.arms import Arm, Call, EagerArm, called_once, patched
+from compile_profiler.arms import Arm, Call, DeferredLogs, EagerArm, called_once, disguised, patched
 from compile_profiler.guard import Guard
 from compile_profiler.manual import Counted, OwnSteps, Take
+from compile_profiler.reducer import Relay, compiling_for, reached, shares_gradients
 
 
 class NoLossError(RuntimeError):
@@ -48,8 +50,14 @@ class StepDoor:
         self._strategy_step: Call = trainer.strategy.training_step
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
         self._callbacks = list(trainer.callbacks)
+        self._is_open = False
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.own_steps = None if module.automatic_optimization else self._new_own_steps()
+        wrapper = trainer.strategy.model
+        self._ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
+        self._watch: AbstractContextManager[Any] | None = None
+        self._relay: Relay | None = None  # in passes that all ranks make together
+        self.before_step: Callable[[], None] | None = None  # called before each training step, with ``last_call`` set
         self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
 
     def at_boundary(self) -> bool:
@@ -72,10 +80,12 @@ class StepDoor:
             self.own_steps.open()
             self._undo.callback(self.own_steps.close)
         self._undo.enter_context(patched(patches))
+        self._is_open = True
 
     def close(self) -> None:
         """Take everything off again; may be called twice."""
         self._undo.close()
+        self._is_open = False
         self.last_call = None
 
     def _entry(self, hook: str, step: Call, guard: Guard) -> Call:
@@ -87,11 +97,34 @@ class StepDoor:
             in_batch: AbstractContextManager[None] = nullcontext()
             if hook == "training_step":
                 self.last_call = (_repacked(args), _repacked(kwargs))
+                if self.before_step is not None:
+                    self.before_step()
+                    if not self._is_open:
+                        return step(*args, **kwargs)
                 in_batch = nullcontext() if self.own_steps is None else self.own_steps.batch()
-            with in_batch, called_once(self._module, hook, run):
+            call = self._eager_step if hook == "training_step" and self._watch is not None else run
+            with in_batch, called_once(self._module, hook, call):
                 return step(*args, **kwargs)
 
         return enter
+
+    def run_instead(self, watch: AbstractContextManager[Any] | None) -> None:
+        """Let training steps run in eager inside this context; ``None``: as before."""
+        self._watch = watch
+
+    @property
+    def runs_instead(self) -> bool:
+        """Whether they do."""
+        return self._watch is not None
+
+    def _eager_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's own step under watch; its logs, which may be collective, wait until it is over."""
+        assert self._watch is not None
+        logs = DeferredLogs()
+        with patched(disguised(self._module, logs.stand_ins)), self._watch:
+            output = self._module.training_step(*args, **kwargs)
+        logs.replay(self._module)
+        return output
 
     def _tuner_is_at_work(self) -> bool:
         """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
@@ -127,8 +160,14 @@ class StepDoor:
 
     def _exit(self, guard: Guard) -> Call:
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            def run(loss: Tensor) -> None:
-                self._precision_backward(loss, *args, **kwargs)
+            def run(loss: Tensor, only: Sequence[Tensor] | None = None) -> None:
+                if only is None:
+                    self._precision_backward(loss, *args, **kwargs)
+                    return
+                wanted = {id(leaf) for leaf in only}
+                rest = [leaf for leaf in reached(loss) if id(leaf) in wanted]
+                if rest:
+                    self._precision_backward(loss, *args, inputs=rest, **kwargs)
 
             with self._gradients_kept():
                 guard.backward(run, tensor, self._eager_loss)
@@ -183,7 +222,10 @@ class StepDoor:
         # No torch.compiler.cudagraph_mark_step_begin() here: once anybody in the process has called it, torch relies on
         # it alone, and the real steps, which do not call it, would never start a new generation again.
         with torch.enable_grad():
-            with called_once(self._module, "training_step", functools.partial(arm.run, "training_step")):
+            run: Call = functools.partial(arm.run, "training_step")
+            if self._relay is not None:
+                run = self._relay.step(run)
+            with called_once(self._module, "training_step", run):
                 if self.own_steps is not None:
                     return self._own_pass(self.own_steps, take, self._strategy_step, *args, **kwargs)
                 output = self._strategy_step(*args, **kwargs)
@@ -191,8 +233,43 @@ class StepDoor:
             for parameter in parameters:
                 parameter.grad = None
             optimizer = self._trainer.optimizers[0] if self._trainer.optimizers else None
-            self._precision_backward(self._scaled(loss), self._module, optimizer)
+            backward: Callable[[Tensor], None] = functools.partial(
+                self._precision_backward, model=self._module, optimizer=optimizer
+            )
+            if self._relay is not None:
+                self._relay.backward(backward, self._scaled(loss))
+            else:
+                backward(self._scaled(loss))
         return loss.detach()
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether gradients live in memory that the next pass writes."""
+        return shares_gradients(self._ddp)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Passes that wait for no other rank: past DDP's wrapper, which is what adds up gradients.
+
+        The reducer hears nothing of them: it expects gradients only after a forward pass of the wrapper.
+        """
+        if self._ddp is None:
+            yield
+            return
+        with patched([(self._trainer.strategy, "_model", self._module)]), compiling_for(self._ddp):
+            yield
+
+    @contextmanager
+    def together(self) -> Iterator[Callable[[], Exception | None]]:
+        """Passes that all ranks make together, to their end even where one fails; yields what has failed here."""
+        if self._ddp is None:
+            yield lambda: None
+            return
+        self._relay = Relay(list(self._module.parameters()), loss_of)
+        try:
+            yield self._relay.failure
+        finally:
+            self._relay = None
 
     def plain_pass(self, take: Take, *args: Any, **kwargs: Any) -> Tensor | None:
         """Forward and backward of the user's own step in the module's dtype, without autocast.

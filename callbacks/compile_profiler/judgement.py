@@ -1,0 +1,130 @@
+"""What follows from all that one fit has seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from compile_profiler import host
+from compile_profiler.advice import advice
+from compile_profiler.ledger import Ledger
+from compile_profiler.meeting import Finding
+from compile_profiler.observe import Observer
+from compile_profiler.records import Reason, Sample, Verdict
+from compile_profiler.verdict import Limits, judge
+
+MAX_SHAPES_TO_REOPEN = 3
+_MAX_BACKOFF = 10
+_FAILURES: dict[Reason, str] = {
+    "compile_error": "Compiling failed",
+    "runtime_error": "The compiled step failed",
+    "out_of_memory": "The compiled step ran out of memory",
+}
+MAX_MESSAGE = 800
+
+
+class Judgement:
+    """The verdict of one fit, and the question that it answers.
+
+    Args:
+        limits: what the user asked for.
+        config: what is compiled how.
+        ledger: what has been seen.
+        observer: what the compiler has done.
+    """
+
+    def __init__(self, limits: Limits, config: dict[str, Any], ledger: Ledger, observer: Observer) -> None:
+        self._limits = limits
+        self._config = config
+        self._ledger = ledger
+        self._observer = observer
+        self.verdict = Verdict(config=config)
+
+    def steps_per_pair(self, pair_every_n_steps: int, overhead_budget: float) -> float:
+        """Optimizer steps between two pairs: fixed while undecided, afterwards what the budget allows."""
+        # A model that compiles in every pair would otherwise be measured in vain for ever.
+        interval = pair_every_n_steps << min(self._ledger.num_void_in_a_row, _MAX_BACKOFF)
+        if self.verdict.decision == "undecided":
+            return interval
+        return max(interval, self._ledger.steps_per_pair(overhead_budget))
+
+    def reopen(self, why: str, step: int) -> bool:
+        """Another regime than the one that was decided on: ask again, from here on; the run stays compiled."""
+        if self.verdict.reason not in ("gain", "inconclusive"):
+            return False
+        self._ledger.ask()
+        self.verdict = Verdict(message=f"Asked again: {why}.", step=step, config=self._config)
+        return True
+
+    def another_regime(self, sample: Sample) -> str | None:
+        """Why the question is to be asked again, if this pair shows another regime or the answer has rested enough."""
+        shapes = {earlier.shape for earlier in self._ledger.samples}
+        # A run of ever new lengths was decided on many of them; its next new one is nothing new.
+        if sample.void is None and shapes and sample.shape not in shapes and len(shapes) <= MAX_SHAPES_TO_REOPEN:
+            return "batches of another shape came"
+        rested = len(self._ledger.asked_samples) >= 2 * self._limits.max_pairs
+        return "the answer was not clear" if self.verdict.reason == "inconclusive" and rested else None
+
+    def judge(
+        self, step: int, common: Finding, *, by_windows: bool, never_ran: bool, other_targets: Sequence[str]
+    ) -> Verdict:
+        """The verdict on everything seen since the question was opened.
+
+        Args:
+            step: x-axis number to put on it.
+            common: what all ranks have found.
+            by_windows: whether speed is judged on windows of real steps.
+            never_ran: whether the step is known not to call the target.
+            other_targets: what to try where nothing was compiled.
+        """
+        compiles = self._observer.compiles()
+        if common.without_graph:
+            compiles = replace(compiles, graphs=0)
+        return judge(
+            self._ledger.asked_samples,
+            replace(compiles, limit_hits=max(compiles.limit_hits, common.limit_hits)),
+            limits=self._limits,
+            step=step,
+            config=self._config,
+            num_compiled_steps=self._ledger.num_compiled_steps,
+            num_steps_seen=self._ledger.num_steps,
+            num_recent_compiling=max(self._ledger.num_recent_compiling, common.num_recent_compiling),
+            evidence=self._ledger.asked_windows if by_windows else None,
+            left_out=self._observer.left_out,
+            never_ran=never_ran,
+            other_targets=other_targets,
+        )
+
+    def on_failure(self, error: Exception, step: int, rank: int | None) -> Verdict:
+        """The verdict on a compiled step that failed, on this rank of several or alone."""
+        reason: Reason = "compile_error" if self._observer.failed(error) else "runtime_error"
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = "out_of_memory"
+        what_to_do = advice(error)
+        where = "" if rank is None else f" on rank {rank}"
+        message = f"{_FAILURES[reason]}{where}: {host.first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
+        return Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config)
+
+
+def is_failure(verdict: Verdict) -> bool:
+    """Whether an error of the compiled step has decided."""
+    return verdict.reason in _FAILURES
+
+
+def packed(verdict: Verdict) -> str:
+    """A verdict as a text for other ranks, which have the same configuration.
+
+    >>> unpacked(packed(Verdict(step=7)), {}).step
+    7
+    """
+    plain = {**verdict.to_dict(), "config": {}, "message": verdict.message[:MAX_MESSAGE]}
+    return json.dumps(plain, ensure_ascii=False)
+
+
+def unpacked(text: str, config: Mapping[str, Any]) -> Verdict:
+    """The verdict in such a text."""
+    return replace(Verdict.from_dict(json.loads(text)), config=dict(config))
