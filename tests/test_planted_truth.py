@@ -76,12 +76,12 @@ def test_a_planted_gain_is_called_gain_and_reported_within_five_per_cent():
 
 
 def test_a_planted_gain_shows_in_the_whole_step_and_in_the_money():
-    profiler = CompileProfiler(backend=sleepy(SHORT_S), verbose=False, pair_every_n_steps=2)
+    profiler = CompileProfiler(backend=sleepy(SHORT_S), verbose=False, pair_every_n_steps=4)
     train(SlowInEager, [profiler], max_steps=40)
     report = profiler.report
 
     assert 1.5 < report.end_to_end.speedup < 1.1 * LONG_S / SHORT_S
-    assert report.end_to_end.compute_share > 0.8
+    assert report.end_to_end.compute_share > 0.5
     assert report.end_to_end.input_bound is False
     assert report.time.break_even_step > 0
 

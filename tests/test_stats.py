@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from compile_profiler.stats import (
     decide,
     e_value,
     end_to_end,
+    end_to_end_bracket,
     first_outcome,
     independence,
     log_e_value,
@@ -178,6 +180,18 @@ def test_end_to_end_dilutes_the_speedup_of_the_pass():
     assert end_to_end(step_s=100.0, eager_s=15.0, compiled_s=10.0) == pytest.approx(1.05)
     assert end_to_end(step_s=10.0, eager_s=5.0, compiled_s=10.0) == pytest.approx(0.5)
     assert end_to_end(step_s=9.0, eager_s=20.0, compiled_s=10.0) == pytest.approx(2.0)
+    assert end_to_end(step_s=10.0, eager_s=8.0, compiled_s=4.0, own_s=1.0) == pytest.approx(1.3)
+
+
+def test_what_python_does_takes_longer_in_a_real_step():
+    """A step at Python's pace gains what its cold passes differ by; one at the device's pace what its warm ones do."""
+    pair = {"step": 1, "step_s": 20.0, "coldness": 1.5}
+    at_python = Sample(eager_s=8.0, compiled_s=4.0, eager_host_s=8.0, compiled_host_s=4.0, **pair)
+    at_device = Sample(eager_s=8.0, compiled_s=4.0, eager_host_s=2.0, compiled_host_s=2.0, **pair)
+
+    assert end_to_end_bracket(at_python) == pytest.approx((1.3, 1.3))
+    assert end_to_end_bracket(at_device) == pytest.approx((1.0, 1.2))
+    assert end_to_end_bracket(replace(at_python, coldness=0.5)) == pytest.approx((1.2, 1.2))
 
 
 def test_break_even_is_where_the_saving_turns_positive():

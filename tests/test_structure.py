@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "notices": ({"records"}, set()),
     "ledger": ({"records", "stats", "verdict"}, set()),
     "checkpoint": ({"records"}, {"torch"}),
+    "meeting": ({"records"}, set()),
     # measuring, compiling, observing: a torch module is all they know
     "clock": (set(), {"torch"}),
     "windows": ({"records", "clock"}, set()),
@@ -38,12 +39,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
     "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
+    "group": ({"meeting"}, {"torch"}),
+    "reducer": (set(), {"torch"}),
     "targets": ({"arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
     "host": ({"records"}, {"torch", *LIGHTNING}),
-    "step_door": ({"arms", "manual", "guard", "host"}, {"torch"}),
+    "step_door": ({"arms", "manual", "guard", "reducer", "host"}, {"torch"}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces
@@ -57,12 +60,23 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"cli"}, set()),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
-    "pairs": ({"records", "sandbox", "arms", "host", "step_door", "probe"}, {"torch"}),
-    "rig": ({"records", "drift", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"}, set()),
-    "session": (
-        {"records", "verdict", "advice", "ledger", "checkpoint", "clock", "windows", "arms", "observe", "host"}
-        | {"export", "arguments", "rig", "notices", "targets"},
+    "pairs": (
+        {"records", "meeting", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"},
         {"torch"},
+    ),
+    "rig": (
+        {"records", "drift", "advice", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"},
+        set(),
+    ),
+    "first_steps": ({"notices", "meeting", "reducer", "rig"}, set()),
+    "judgement": (
+        {"records", "verdict", "advice", "ledger", "meeting", "targets", "observe", "host"},
+        {"torch"},
+    ),
+    "session": (
+        {"records", "ledger", "checkpoint", "meeting", "group", "clock", "windows", "arms", "observe", "host"}
+        | {"export", "arguments", "rig", "first_steps", "judgement", "notices", "targets"},
+        set(),
     ),
     # Lightning says when; it comes in through the host
     "callback": (

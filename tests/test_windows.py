@@ -25,9 +25,40 @@ def test_a_window_divides_by_whole_steps_and_begins_after_the_first():
         time.now_s += 2.0
         window.step()
 
-    assert window.close() == 2.0
-    window.drop()
+    assert window.close() == (2.0, 0.0)
     assert window.close() is None
+
+
+def test_a_window_goes_on_behind_validation_without_what_lies_between():
+    """Epochs shorter than a window complete one; neither validation nor the first step behind it is in it."""
+    time = Scripted()
+    window = Window(time.clock)
+    for _epoch in range(3):
+        for step in range(4):
+            time.now_s += 50.0 if step == 0 else 2.0
+            window.step(own_s=0.25)
+        time.now_s += 30.0
+        window.pause()
+
+    assert window.num_steps == 9
+    assert window.close() == (2.0, 0.25)
+
+
+def test_what_a_lagging_device_did_behind_the_last_step_is_not_guessed(monkeypatch):
+    """A part that ends with a long wait for something else is left out: the device may have worked on in it."""
+    monkeypatch.setattr(Clock, "lags", property(lambda self: True))
+    monkeypatch.setattr(Clock, "synchronize", lambda self: None)
+    time = Scripted()
+    window = Window(time.clock)
+    for wait_s, num_steps in ((0.1, 3), (5.0, 3)):
+        for _ in range(1 + num_steps):
+            time.now_s += 2.0
+            window.step()
+        time.now_s += wait_s
+        window.pause()
+
+    assert window.num_steps == 3
+    assert window.close().step_s == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -50,7 +81,18 @@ def test_two_neighbouring_windows_make_one_sample_at_optimizer_steps(accumulate)
     assert {"eager", "compiled"} == set(arms)
 
 
-def test_a_dropped_window_begins_again_and_rest_stays_compiled():
+def test_what_the_callback_takes_is_no_part_of_an_eager_step():
+    time = Scripted()
+    alternation = Alternation(time.clock, seed=0, window_steps=2, settle_steps=1)
+    found = None
+    for step in range(20):
+        time.now_s += 3.0 if alternation.arm == "eager" else 2.0
+        found = found or alternation.step(step, boundary=True, own_s=0.5)
+
+    assert (found.eager_s, found.compiled_s) == (2.5, 2.0)
+
+
+def test_a_paused_window_goes_on_and_rest_stays_compiled():
     time = Scripted()
     alternation = Alternation(time.clock, seed=0, window_steps=2, settle_steps=1)
     alternation.rest(5)
@@ -66,13 +108,13 @@ def test_a_dropped_window_begins_again_and_rest_stays_compiled():
         time.now_s += 1.0
         if step == 8:
             time.now_s += 100.0
-            alternation.drop()
+            alternation.pause()
         found = found or alternation.step(step, boundary=True)
     assert (found.eager_s, found.compiled_s) == (1.0, 1.0)
 
 
 def test_a_planted_gain_is_found_in_real_steps_and_kept(monkeypatch):
-    monkeypatch.setattr("compile_profiler.session.Alternation", _short)
+    monkeypatch.setattr("compile_profiler.windows.Alternation", _short)
     profiler = CompileProfiler(
         backend=sleepy(SHORT_S), verbose=False, end_to_end="windows", pair_every_n_steps=2, warmup_steps=1
     )
@@ -87,7 +129,7 @@ def test_a_planted_gain_is_found_in_real_steps_and_kept(monkeypatch):
 
 
 def test_a_planted_loss_ends_in_eager_by_windows_alone(monkeypatch):
-    monkeypatch.setattr("compile_profiler.session.Alternation", _short)
+    monkeypatch.setattr("compile_profiler.windows.Alternation", _short)
     profiler = CompileProfiler(backend=sleepy(SHORT_S), verbose=False, end_to_end="windows", warmup_steps=1)
     train(Regression, [profiler], max_steps=120, validate=False)
 
@@ -95,6 +137,6 @@ def test_a_planted_loss_ends_in_eager_by_windows_alone(monkeypatch):
     assert profiler.report.end_to_end.speedup < 0.5
 
 
-def _short(clock, *, seed):
+def _short(clock, *, seed, of_all):
     """Windows short enough for a test; the planted difference is far above noise."""
-    return Alternation(clock, seed=seed, window_steps=2, settle_steps=1)
+    return Alternation(clock, seed=seed, window_steps=2, settle_steps=1, of_all=of_all)

@@ -13,13 +13,17 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from functorch.compile import make_boxed_func
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from compile_profiler import CompileProfiler
+from compile_profiler import CompileProfiler, group
+from compile_profiler.meeting import largest
 from runs import InMemoryLogger, Regression, differences, left_behind, sleepy
 
 CASES = {}
@@ -47,14 +51,42 @@ class OneOfTwo(Regression):
 
 
 class Deep(Regression):
-    """Enough layers for several buckets."""
+    """Enough weights for several buckets of 1 MB."""
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)], nn.Linear(8, 1))
+        self.net = nn.Sequential(nn.Linear(8, 500), *[nn.Linear(500, 500) for _ in range(3)], nn.Linear(500, 1))
 
 
-def fit(module_class, callbacks=(), *, strategy=None, max_steps=24, **options):
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Sharded(Regression):
+    """FSDP2: each block is a unit of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 1))
+
+    def configure_model(self):
+        for unit in [*list(self.net)[:3], self.net]:
+            fully_shard(unit, mesh=self.device_mesh["data_parallel"])
+
+
+class Gathers(Regression):
+    """Talks to the other rank in its step."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + 0 * self.all_gather(batch[0].mean()).sum()
+
+
+def fit(module_class, callbacks=(), *, strategy=None, max_steps=24, num=320, **options):
     """Train on this rank's share of the data."""
     torch.manual_seed(7)
     module = module_class()
@@ -75,7 +107,7 @@ def fit(module_class, callbacks=(), *, strategy=None, max_steps=24, **options):
         use_distributed_sampler=False,
         **options,
     )
-    data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
+    data = TensorDataset(torch.randn(num, 8), torch.randn(num, 1))
     trainer.fit(module, DataLoader(data, 8))
     return module, trainer
 
@@ -108,7 +140,40 @@ def plain():
 
 @case
 def bucket_view():
-    return both(Deep, strategy=lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002})
+    return both(Deep, strategy=lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1})
+
+
+@case
+def sharded():
+    def strategy():
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+
+    profiler = CompileProfiler(target="blocks", backend="eager", verbose=False)
+    options = {"max_steps": 54, "num": 480}
+    before, _ = fit(Sharded, strategy=strategy(), **options)
+    after, _ = fit(Sharded, [profiler], strategy=strategy(), **options)
+    cannot = CompileProfiler(target="blocks", backend=Accident("compile"), verbose=False)
+    told = Told(cannot)
+    eager, _ = fit(Sharded, [cannot, told], strategy=strategy(), **options)
+    asks_too_much = CompileProfiler(verbose=False)
+    fit(Sharded, [asks_too_much], strategy=strategy(), max_steps=2)
+    return {
+        "differs": [n for n, value in before.state_dict().items() if not same(value, after.state_dict()[n])]
+        + [n for n, value in before.state_dict().items() if not same(value, eager.state_dict()[n])],
+        "report": profiler.report.to_dict(),
+        "cannot": cannot.report.to_dict(),
+        "seen": told.seen,
+        "asks_too_much": asks_too_much.report.to_dict(),
+    }
+
+
+def same(value, other):
+    return torch.equal(value.full_tensor(), other.full_tensor())
+
+
+@case
+def own_collectives():
+    return both(Gathers, max_steps=54, num=480)
 
 
 @case
@@ -204,7 +269,71 @@ def slow_rank():
 
 @case
 def nan_rank():
-    return accident("nan", after=8)
+    return accident("nan", after=7)  # its next call is the one of the first pair
+
+
+@case
+def fails_in_the_middle_of_backward():
+    """The part of backward that is computed first has handed its gradients on when the next one fails on rank 1."""
+    num = [0, 0]
+
+    def backward(graph, example_inputs):
+        num[0] += 1
+        is_second = num[0] == 2
+
+        def run(*inputs):
+            num[1] += is_second
+            if rank() == 1 and is_second and num[1] == 3:
+                raise ValueError("planted")
+            return graph.forward(*inputs)
+
+        return make_boxed_func(run)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
+
+    def strategy():
+        return DDPStrategy(process_group_backend="gloo", bucket_cap_mb=1)
+
+    profiler = CompileProfiler(backend=backend, verbose=False, max_pairs=0)
+    module, _ = fit(Deep, [profiler], strategy=strategy(), max_steps=15)
+    eager, _ = fit(Deep, strategy=strategy(), max_steps=15)
+    largest = [
+        (a - b).abs().max() / b.abs().max() for a, b in zip(module.parameters(), eager.parameters(), strict=True)
+    ]
+    return {
+        "report": profiler.report.to_dict(),
+        "weights": dict(module.state_dict()),
+        "far": float(max(largest)),
+        "num_backward_graphs": num[0],
+    }
+
+
+@case
+def one_does_not_come():
+    """A meeting to which rank 1 comes late, and a run in which it does."""
+    torch.distributed.barrier()
+    lone = group.Group(print, meeting_s=1.0)
+    time.sleep(3.0 if rank() == 1 else 0.0)
+    began_s = time.monotonic()
+    try:
+        lone.run(largest({"a": 1.0}))
+        lost = ""
+    except group.LostError as error:
+        lost = str(error)
+    waited_s = time.monotonic() - began_s
+    torch.distributed.barrier()
+
+    class Late(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if rank() == 1 and batch_idx == 14:
+                profiler._session._meeting._num_steps = -1000  # it never thinks of meeting again
+
+    group.MEETING_S = 2.0
+    profiler = CompileProfiler(backend="eager", verbose=False)
+    module, _ = fit(Regression, [profiler, Late()], max_steps=40)
+    group.MEETING_S = 120.0
+    weights = {name: value for name, value in module.state_dict().items() if "running" not in name}
+    return {"report": profiler.report.to_dict(), "lost": lost, "waited_s": waited_s, "weights": weights}
 
 
 @case

@@ -60,21 +60,36 @@ class Clock:
     def timed(self, run: Callable[[], object], num_passes: int) -> BlockTime:
         """Time a block of ``num_passes`` calls in a row, up to the end of their work on the device.
 
-        A device that lags is waited for twice, before and after the block, not between passes: launching runs ahead,
-        as it does in training, and a pass takes the mean. One that keeps step with Python shows each pass, and a pass
-        takes their median, which a stall in one of them does not move. What ``run`` raises is raised.
+        A pass takes the median of the block's passes, which a stall in one of them does not move. A device that lags is
+        waited for twice, before and after the block, not between passes: launching runs ahead, as it does in training,
+        and events between the passes tell their times; where the device has none, a pass takes the mean. What ``run``
+        raises is raised.
         """
         self.synchronize()
-        readings_s = [self.now()]
+        readings_s, marks = [self.now()], [self._mark()]
         for _ in range(num_passes):
             run()
             readings_s.append(self.now())
+            marks.append(self._mark())
+        host_s = statistics.median(end - start for start, end in itertools.pairwise(readings_s))
         if not self.lags:
-            pass_s = statistics.median(end - start for start, end in itertools.pairwise(readings_s))
-            return BlockTime(pass_s=pass_s, host_s=pass_s)
+            return BlockTime(pass_s=host_s, host_s=host_s)
         self.synchronize()
-        begin_s, launched_s = readings_s[0], readings_s[-1]
-        return BlockTime(pass_s=(self.now() - begin_s) / num_passes, host_s=(launched_s - begin_s) / num_passes)
+        pass_s = (self.now() - readings_s[0]) / num_passes
+        if marks[0] is not None:
+            pass_s = statistics.median(1e-3 * start.elapsed_time(end) for start, end in itertools.pairwise(marks))
+        return BlockTime(pass_s=pass_s, host_s=min(host_s, pass_s))
+
+    def _mark(self) -> Any:
+        """A moment in the device's own work, or ``None`` where it works in step with Python or keeps no time."""
+        if not self.lags or not hasattr(torch.get_device_module(self.device), "Event"):
+            return None
+        try:
+            mark = torch.get_device_module(self.device).Event(enable_timing=True)
+            mark.record()
+        except (RuntimeError, NotImplementedError):  # another device than this package has been tried on
+            return None
+        return mark
 
 
 def profiler_is_on() -> bool:

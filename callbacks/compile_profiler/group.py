@@ -33,17 +33,17 @@ class Group:
 
     Args:
         tell: prints a line while others compile.
-        meeting_s: seconds to wait for the others at a meeting.
+        meeting_s: seconds to wait for the others at a meeting, ``MEETING_S`` by default.
         compiling_s: seconds to wait for others that compile.
     """
 
     def __init__(
-        self, tell: Callable[[str], None], *, meeting_s: float = MEETING_S, compiling_s: float = COMPILING_S
+        self, tell: Callable[[str], None], *, meeting_s: float | None = None, compiling_s: float = COMPILING_S
     ) -> None:
         self._tell = tell
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=meeting_s))
+        self._quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=meeting_s or MEETING_S))
         self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=compiling_s))
         self.num_collectives = 0
 

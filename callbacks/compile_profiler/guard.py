@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from compile_profiler.arms import CompiledArm
 from compile_profiler.manual import OwnSteps
 from compile_profiler.sandbox import GENERATORS, RandomState, Snapshot
 
+RECENT_CALLS = 50
+"""Calls whose median is the usual time of a call: steps that compile or stall are far fewer."""
 LEARNING_STEPS = 3
 """Steps in a row that must change nothing new before a step's state is kept by what it is known to change."""
 
@@ -35,6 +39,7 @@ class Guard:
         on_failure: called with the error after the batch has been trained in eager.
         own_steps: the optimizers that the step moves itself; such a step is retried as a whole, backward included.
         shares: whether other processes wait for each gradient, which must reach them once.
+        retries: whether a step may run again as a whole; if not, the arm itself has to fall back.
     """
 
     name = "compiled"
@@ -46,14 +51,18 @@ class Guard:
         on_failure: Callable[[Exception], None],
         own_steps: OwnSteps | None = None,
         shares: bool = False,
+        retries: bool = True,
     ) -> None:
         self._module = module
         self._arm = arm
         self._on_failure = on_failure
         self._own_steps = own_steps
         self._shares = shares
+        self._retries = retries
         self.enabled = True  # False: steps run in eager, as in an eager window
         self._seconds = 0.0
+        self._in_steps_s: deque[float] = deque(maxlen=RECENT_CALLS)
+        self._in_pairs_s: deque[float] = deque(maxlen=RECENT_CALLS)
         self._learning = LEARNING_STEPS
         self._known = _Known()
         self._saved_buffers: list[_Group] = []
@@ -72,14 +81,21 @@ class Guard:
         self._call = None
         if not self.enabled:
             return getattr(self._module, hook)(*args, **kwargs)
+        if not self._retries:
+            output = self._arm.call(hook, *args, **kwargs)
+            self._arm.logs.replay(self._module)
+            return output
         try:
             began_s = time.perf_counter()
             self._keep(args, kwargs)
             if self._own_steps is not None:
                 self._own_steps.keep()
-            self._seconds += time.perf_counter() - began_s
+            kept_s = time.perf_counter()
             output = self._arm.call(hook, *args, **kwargs)
+            ended_s = time.perf_counter()
+            self._in_steps_s.append(ended_s - kept_s)
             self._learn()
+            self._seconds += kept_s - began_s + time.perf_counter() - ended_s
             self._arm.logs.replay(self._module)
         except Exception as error:
             failure = _without_frames(error)
@@ -136,12 +152,26 @@ class Guard:
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step as the compiled arm of a pair: at the price of a real one, with what is kept for a retry."""
         self._keep(args, kwargs)
-        return self._arm.run(hook, *args, **kwargs)
+        began_s = time.perf_counter()
+        output = self._arm.run(hook, *args, **kwargs)
+        self._in_pairs_s.append(time.perf_counter() - began_s)
+        return output
 
     def take_seconds(self) -> float:
         """Seconds spent on keeping since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    @property
+    def coldness(self) -> float | None:
+        """How much longer Python is in the compiled call of a real step than in a pair's, ``None`` while not known.
+
+        Passes in a row find caches and predictors warm. Between two real steps the optimizer, the loader and Lightning
+        have passed through them.
+        """
+        if not self._in_steps_s or not self._in_pairs_s:
+            return None
+        return statistics.median(self._in_steps_s) / statistics.median(self._in_pairs_s)
 
     # -- keeping and giving back -----------------------------------------------------------------------------------
 

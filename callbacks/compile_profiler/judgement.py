@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from compile_profiler import host
+from compile_profiler import host, targets
 from compile_profiler.advice import advice
 from compile_profiler.ledger import Ledger
 from compile_profiler.meeting import Finding
@@ -42,6 +44,8 @@ class Judgement:
         self._config = config
         self._ledger = ledger
         self._observer = observer
+        self._other_targets: list[str] | None = None
+        self._never_ran = False
         self.verdict = Verdict(config=config)
 
     def steps_per_pair(self, pair_every_n_steps: int, overhead_budget: float) -> float:
@@ -69,17 +73,23 @@ class Judgement:
         rested = len(self._ledger.asked_samples) >= 2 * self._limits.max_pairs
         return "the answer was not clear" if self.verdict.reason == "inconclusive" and rested else None
 
-    def judge(
-        self, step: int, common: Finding, *, by_windows: bool, never_ran: bool, other_targets: Sequence[str]
-    ) -> Verdict:
+    def look_for_targets(self, module: nn.Module, target: str | Sequence[str], run: Callable[[], object]) -> None:
+        """Once, where nothing was compiled: see in one eager pass, which leaves no trace, what the step calls."""
+        if self._other_targets is not None:
+            return
+        self._other_targets = []
+        with contextlib.suppress(Exception):  # a step that cannot be run twice: no advice then
+            names = targets.called(module, run)
+            self._never_ran = targets.never_ran(module, target, names)
+            self._other_targets = targets.other_targets(module, target, names)
+
+    def judge(self, step: int, common: Finding, *, by_windows: bool) -> Verdict:
         """The verdict on everything seen since the question was opened.
 
         Args:
             step: x-axis number to put on it.
             common: what all ranks have found.
             by_windows: whether speed is judged on windows of real steps.
-            never_ran: whether the step is known not to call the target.
-            other_targets: what to try where nothing was compiled.
         """
         compiles = self._observer.compiles()
         if common.without_graph:
@@ -95,8 +105,8 @@ class Judgement:
             num_recent_compiling=max(self._ledger.num_recent_compiling, common.num_recent_compiling),
             evidence=self._ledger.asked_windows if by_windows else None,
             left_out=self._observer.left_out,
-            never_ran=never_ran,
-            other_targets=other_targets,
+            never_ran=self._never_ran,
+            other_targets=self._other_targets or (),
         )
 
     def on_failure(self, error: Exception, step: int, rank: int | None) -> Verdict:

@@ -11,11 +11,13 @@ import torch
 
 from compile_profiler import host
 from compile_profiler.arms import Arm
+from compile_profiler.guard import Guard
 from compile_profiler.meeting import Exchange, largest
 from compile_profiler.probe import Draft, Probe
 from compile_profiler.records import Drift, Memory, Sample
 from compile_profiler.sandbox import StateTooLargeError
 from compile_profiler.step_door import NoLossError
+from compile_profiler.windows import StepTime
 
 MAX_ERRORS = 3
 """Pairs that may fail before measuring is given up: a third failure is no accident."""
@@ -46,7 +48,7 @@ class Pairs:
         probe: Probe,
         *,
         eager: Arm,
-        compiled: Arm,
+        compiled: Guard,
         compiled_something: Callable[[], bool],
         compares: bool,
         together: Callable[[], AbstractContextManager[Callable[[], Exception | None]]] = lambda: nullcontext(_none),
@@ -72,11 +74,16 @@ class Pairs:
         return self._pass_s[-1] if self._pass_s else None
 
     def take(
-        self, call: tuple[tuple[Any, ...], dict[str, Any]], *, step: int, step_s: float | None
+        self, call: tuple[tuple[Any, ...], dict[str, Any]], *, step: int, ordinary: StepTime | None = None
     ) -> Exchange[Sample]:
-        """The pair on the batch that ``training_step`` was called with, and its x-axis number ``step``.
+        """The pair on a batch.
 
         Each rank compares its arms for itself. If all could, they time them together, and the slowest counts.
+
+        Args:
+            call: what ``training_step`` was called with.
+            step: x-axis number of the batch.
+            ordinary: the time of one step in the window that ended at this pair.
         """
         with self._drafted(call) as (draft, void):
             number = None if draft is None else draft.num_passes
@@ -90,7 +97,10 @@ class Pairs:
             number = int(heard["num_passes"] or 1)
             own, void = self._timed(draft, number, measures_peaks=bool(heard["measures_peaks"]))
             found = {} if drift is None else _words(drift)
-            heard = yield from largest({"void": _VOID.index(void), "step_s": step_s, **own, **found})
+            own |= {"step_s": None, "own_s": 0.0, "coldness": None}
+            if ordinary is not None:
+                own |= {"step_s": ordinary.step_s, "own_s": ordinary.own_s, "coldness": self._compiled.coldness}
+            heard = yield from largest({"void": _VOID.index(void), **own, **found})
         if drift is not None:
             drift = _common(drift, heard)
         void = _VOID[int(heard["void"] or 0)]
@@ -101,7 +111,6 @@ class Pairs:
             **{name: heard[name] for name in own},  # type: ignore[arg-type]
             num_passes=number,
             shape=draft.shape,
-            step_s=heard["step_s"],
             void=void,
             drift=drift,
         )
@@ -123,9 +132,11 @@ class Pairs:
             return
         yield None, self._name(failure)
 
-    def _timed(self, draft: Draft, num_passes: int, *, measures_peaks: bool) -> tuple[dict[str, float], str | None]:
+    def _timed(
+        self, draft: Draft, num_passes: int, *, measures_peaks: bool
+    ) -> tuple[dict[str, float | None], str | None]:
         """Seconds of both arms here, with why they are not to be used."""
-        own = {"eager_s": 0.0, "compiled_s": 0.0, "eager_host_s": 0.0, "compiled_host_s": 0.0}
+        own: dict[str, float | None] = {"eager_s": 0.0, "compiled_s": 0.0, "eager_host_s": 0.0, "compiled_host_s": 0.0}
         failure: Exception | None = None
         with self._together() as failure_within:
             try:

@@ -129,6 +129,9 @@ class Sample(_Record):
         num_passes: passes in each timed block.
         shape: the batch's shape class; pairs are compared within one class.
         step_s: seconds of one whole training step in the window that ended at this pair, if one did.
+        own_s: of ``step_s``, the seconds that the callback took between two steps; an eager run without it has none.
+        coldness: how much longer Python is in the compiled call of a real step than in that of a pair, whose passes
+            follow each other with warm caches.
         void: why the times are not to be used, or ``None``.
         drift: what the two arms computed differently, if it was looked at.
     """
@@ -141,6 +144,8 @@ class Sample(_Record):
     num_passes: int = 1
     shape: str = ""
     step_s: float | None = None
+    own_s: float = 0.0
+    coldness: float | None = None
     void: str | None = None
     drift: Drift | None = None
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 from compile_profiler import host
+from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock
@@ -13,8 +15,56 @@ from compile_profiler.drift import tolerance_for, unit_roundoff_for
 from compile_profiler.guard import Guard
 from compile_profiler.pairs import Pairs
 from compile_profiler.probe import Probe, module_dtype
-from compile_profiler.records import Environment
+from compile_profiler.records import Environment, Reason
 from compile_profiler.step_door import StepDoor
+
+
+class RefusedError(Exception):
+    """This run cannot be compiled; the message says why, for people."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def build(
+    settings: Settings,
+    trainer: host.Trainer,
+    module: host.LightningModule,
+    *,
+    on_failure: Callable[[Exception], None],
+    **others: Any,
+) -> Rig:
+    """Compile what was asked for, and put it on the module.
+
+    Args:
+        settings: the callback's arguments.
+        trainer: the Trainer.
+        module: its LightningModule.
+        on_failure: as of ``Rig``.
+        **others: what else ``Rig`` takes.
+
+    Raises:
+        RefusedError: torch or the module does not allow it.
+    """
+    is_sharded = host.parallelism(trainer) == "fsdp"
+    try:
+        target = host.target_for(module, settings.target)
+        arm = CompiledArm(
+            module,
+            target=target,
+            hooks=settings.hooks,
+            options=settings.options,
+            on_error=on_failure if is_sharded else None,
+        )
+    except Exception as error:  # torch.compile refuses the Python version, the platform or the options
+        what_to_do = advice(error) or ""
+        raise RefusedError(
+            "compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip()
+        ) from None
+    if target == "networks" and not arm.compiled_names:
+        raise RefusedError("nothing_compiled", "Manual optimization, and no child module owns parameters")
+    return Rig(settings, trainer, module, arm, on_failure=on_failure, **others)
 
 
 class Rig:
@@ -25,7 +75,6 @@ class Rig:
         trainer: the Trainer.
         module: its LightningModule.
         arm: the compiled arm; it is released with the rest.
-        hooks: step methods that run compiled.
         clock: seconds on the module's device.
         environment: settings that tolerances depend on.
         on_failure: called with the error of a compiled step whose batch has been trained in eager.
@@ -39,7 +88,6 @@ class Rig:
         module: host.LightningModule,
         arm: CompiledArm,
         *,
-        hooks: Sequence[str],
         clock: Clock,
         environment: Environment,
         on_failure: Callable[[Exception], None],
@@ -47,8 +95,10 @@ class Rig:
     ) -> None:
         self.arm = arm
         self.door = StepDoor(trainer, module, overwrites_gradients=settings.replays_cuda_graphs)
-        shares = trainer.world_size > 1
-        self.guards = {hook: Guard(module, arm, on_failure, self.door.own_steps, shares) for hook in hooks}
+        shares, retries = trainer.world_size > 1, host.parallelism(trainer) != "fsdp"
+        self.guards = {
+            hook: Guard(module, arm, on_failure, self.door.own_steps, shares, retries) for hook in settings.hooks
+        }
         tolerance, roundoff = settings.drift_tolerance, None
         if tolerance is None:
             dtype, tf32 = module_dtype(module), bool(environment.tf32)

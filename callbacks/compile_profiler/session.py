@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from compile_profiler import checkpoint, host, observe, targets
-from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
-from compile_profiler.arms import CompiledArm, EagerArm
+from compile_profiler.arms import EagerArm
 from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.export import Export
+from compile_profiler.first_steps import FirstSteps
 from compile_profiler.group import Group, LostError
 from compile_profiler.judgement import Judgement, is_failure, packed, unpacked
 from compile_profiler.ledger import Ledger
-from compile_profiler.meeting import Exchange, Finding, Meeting, OfEach, Own, alone, first_compile, first_voice, largest
-from compile_profiler.notices import LONG_COMPILE_S, long_compile, near_limit
-from compile_profiler.records import Reason, Report, Sample, Stage, Verdict
-from compile_profiler.reducer import OwnCollectives
-from compile_profiler.rig import Rig
-from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
+from compile_profiler.meeting import Exchange, Finding, Meeting, OfEach, Own, alone, first_voice, largest
+from compile_profiler.notices import long_compile, near_limit
+from compile_profiler.records import Reason, Report, Stage, Verdict
+from compile_profiler.rig import RefusedError, Rig, build
+from compile_profiler.windows import StepTimes
 
-_HOOKS = {"train": "training_step", "validate": "validation_step"}
 T = TypeVar("T")
 
 
@@ -50,16 +47,16 @@ class Session:
         self._observer = observe.Observer()
         self._judgement = Judgement(settings.limits, self._config, self._ledger, self._observer)
         self._clock = Clock(trainer.strategy.root_device)
-        self._window = Window(self._clock)
-        windows = settings.end_to_end == "windows" and settings.limits.max_pairs
-        self._alternation = Alternation(self._clock, seed=settings.seed) if windows else None
-        self._couple: Sample | None = None  # two windows that have just ended
-        self._couple_void = False
+        self._times = StepTimes(
+            self._clock,
+            alternates=settings.end_to_end == "windows" and settings.limits.max_pairs > 0,
+            seed=settings.seed,
+            of_all=trainer.world_size > 1,
+        )
         self._rig: Rig | None = None  # while the run is compiled
-        self._other_targets: list[str] | None = None  # looked for where nothing was compiled
-        self._never_ran = False
         self._step = 0
         self._step_began_s = 0.0
+        self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
         self._num_clean = 0
         self._warm = False  # the first compiles of this fit are over
         self._news = True  # something to judge
@@ -74,9 +71,9 @@ class Session:
         self._failed: Verdict | None = None  # here, and not everybody's yet
         self._compiled_again = False
         self._own_compile_s = 0.0
-        self._all_are_warm = False
-        self._new_pair: Sample | None = None
-        self._own_collectives = OwnCollectives()
+        self._first_steps: FirstSteps | None = None
+        self._is_sharded = host.parallelism(trainer) == "fsdp"
+        self._can_rehearse = True  # a pass of one rank alone waits for no other
 
     # -- beginning and end -------------------------------------------------------------------------------------------
 
@@ -86,7 +83,7 @@ class Session:
         Args:
             earlier: what ``for_checkpoint`` of the fit that is resumed gave.
         """
-        obstacle = host.unsupported(self._trainer, self._module)
+        obstacle = host.unsupported(self._trainer, self._module, self._settings.target)
         if obstacle is not None:
             return self._refuse(self._refusal("unsupported", f"This version does not measure {obstacle}"))
         try:
@@ -106,37 +103,32 @@ class Session:
             return self._refuse(unpacked(text, self._config))
         self._observer.start()
         self._observer.skip()
-        names = ", ".join(self._config.get("modules") or [_HOOKS[stage] for stage in self._settings.stages])
+        names = ", ".join(self._config.get("modules") or self._settings.hooks)
         self._export.tell(f"compiling {names} in the first steps; this can take a minute.")
         return None
 
     def _compile(self) -> Verdict | None:
         """Put the compiled arm on the module, or say why not."""
-        hooks = [_HOOKS[stage] for stage in self._settings.stages]
         try:
-            target = host.target_for(self._module, self._settings.target)
-            arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
-        except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-            what_to_do = advice(error) or ""
-            return self._refusal("compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip())
-        if target == "networks" and not arm.compiled_names:
-            return self._refusal("nothing_compiled", "Manual optimization, and no child module owns parameters")
-        if arm.compiled_names:
-            self._config["modules"] = list(arm.compiled_names)
-        self._rig = Rig(
-            self._settings,
-            self._trainer,
-            self._module,
-            arm,
-            hooks=hooks,
-            clock=self._clock,
-            environment=self._environment,
-            on_failure=self._on_failure,
-            compiled_something=self._observer.compiling,
-        )
-        if self._group is not None:
-            self._rig.door.before_step = self._before_first_step
-        self._observer.own_functions = targets.own_functions(self._module, target, hooks)
+            self._rig = build(
+                self._settings,
+                self._trainer,
+                self._module,
+                clock=self._clock,
+                environment=self._environment,
+                on_failure=self._on_failure,
+                compiled_something=self._observer.compiling,
+            )
+        except RefusedError as refused:
+            return self._refusal(refused.reason, str(refused))
+        if self._rig.arm.compiled_names:
+            self._config["modules"] = list(self._rig.arm.compiled_names)
+        if self._is_sharded:
+            self._do_without_pairs("Each pass of a sharded module gathers weights from all processes")
+        elif self._group is not None:
+            self._rig.door.before_step = self._before_step
+        target = host.target_for(self._module, self._settings.target)
+        self._observer.own_functions = targets.own_functions(self._module, target, self._settings.hooks)
         return None
 
     def _go_on_from(self, data: Any) -> bool:
@@ -198,9 +190,11 @@ class Session:
     def on_step_start(self) -> None:
         """Before a training step: what was compiled up to here was not compiled for it."""
         if self._rig is not None:
+            began_s = time.perf_counter()
             if self._observer.compiling():
                 self._observer.skip()
             self._step_began_s = time.perf_counter()
+            self._before_s = self._step_began_s - began_s
 
     def on_step_end(self) -> None:
         """After a training step: account for it, run a pair if one is due, decide, log."""
@@ -209,14 +203,16 @@ class Session:
         self._ledger.num_steps += 1
         if self._rig is not None:
             boundary = self._rig.door.at_boundary()
+            self._before_s += self._rig.door.take_seconds()
             self._account(began_s - self._step_began_s, boundary)
             if self._is_due(boundary):
                 self._meet()
         if self._unlogged and host.logs_this_step(self._trainer):
             self._unlogged = False
             self._export.log(self.report(), self._step)
-            self._window.drop()
-        self._ledger.own_s += time.perf_counter() - began_s
+            self._times.pause()
+        self._after_s = time.perf_counter() - began_s
+        self._ledger.own_s += self._before_s + self._after_s
 
     def _look(self, stage: Stage) -> bool:
         """Take what was compiled as events of ``stage``, say what cannot wait; whether there was anything."""
@@ -236,37 +232,16 @@ class Session:
         compiling = self._look("train")
         self._ledger.add_step(self._step, seconds, compiled=self._rig.is_compiled, compiling=compiling)
         self._meeting.count(boundary=boundary)
-        self._num_clean = 0 if compiling else self._num_clean + 1
         if compiling:
             self._news = True
             self._compiled_again |= self._warm
-            self._window.drop()
-            self._couple_void = True
-        self._warm |= self._num_clean >= self._settings.warmup_steps
-        if self._alternation is None:
-            if not compiling:
-                self._window.step()
-        elif not self._meeting.is_alone:  # what happens on one rank must not change the others' windows
-            if self._all_are_warm:
-                self._alternate(boundary)
-        elif compiling:
-            self._alternation.drop()
-        elif self._num_clean >= self._settings.warmup_steps:
-            self._alternate(boundary)
-
-    def _alternate(self, boundary: bool) -> None:
-        """Account for a step of the open window; the next step runs on the arm whose turn it is."""
-        assert self._alternation is not None
-        assert self._rig is not None
-        if self._alternation.between:
-            self._couple_void = False
-        self._couple = self._alternation.step(self._step, boundary=boundary)
-        self._rig.enable(self._alternation.arm == "compiled" and self._failed is None)
-
-    def _drop_windows(self) -> None:
-        self._window.drop()
-        if self._alternation is not None:
-            self._alternation.drop()
+        self._num_clean = 0 if compiling else self._num_clean + 1
+        is_warm = self._num_clean >= self._settings.warmup_steps
+        self._warm |= is_warm
+        own_s = self._before_s + self._after_s
+        self._times.step(self._step, boundary=boundary, compiling=compiling, warm=is_warm, own_s=own_s)
+        if self._times.alternates:
+            self._rig.enable(self._times.arm == "compiled" and self._failed is None)
 
     def on_validation_step_end(self) -> None:
         """After a batch of validation or the sanity check."""
@@ -275,13 +250,12 @@ class Session:
 
     def on_disturbance(self) -> None:
         """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
-        self._drop_windows()
+        self._times.pause()
         self._num_clean = min(self._num_clean, self._settings.warmup_steps - 1)
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
     def _is_due(self, boundary: bool) -> bool:
-        between = self._alternation is None or self._alternation.between
         return self._meeting.is_due(
             boundary=boundary,
             urgent=self._news
@@ -290,11 +264,11 @@ class Session:
                 and self._num_clean >= self._settings.warmup_steps
                 and self._meeting.num_since_pair >= self._steps_per_pair()
                 and boundary
-                and between
+                and self._times.between
                 and not profiler_is_on()
             ),
-            in_window=not between,
-            window_ended=self._couple is not None,
+            in_window=not self._times.between,
+            window_ended=self._times.couple is not None,
         )
 
     def _meet(self) -> None:
@@ -310,7 +284,7 @@ class Session:
         """Nobody can agree on anything any more: each rank trains on by itself, as without the callback."""
         message = f"The ranks could not meet at step {self._step}: {error}"
         host.warn(f"{message}; training goes on as without the callback.")
-        self._conclude(Verdict(decision="eager", reason="runtime_error", message=message, config=self._config))
+        self._conclude(replace(self._refusal("runtime_error", message), step=self._step))
 
     def _steps_per_pair(self) -> float:
         return self._judgement.steps_per_pair(self._settings.pair_every_n_steps, self._settings.overhead_budget)
@@ -322,13 +296,12 @@ class Session:
 
     def finding(self) -> Finding:
         """What this rank knows now."""
-        compiles, ledger, couple = self._observer.compiles(), self._ledger, self._couple
+        compiles, ledger, couple = self._observer.compiles(), self._ledger, self._times.couple
         is_warm = self._num_clean >= self._settings.warmup_steps
-        between = self._alternation is None or self._alternation.between
         at_boundary = self._rig is not None and self._rig.door.at_boundary()
         # A profiler slows eager down more than compiled, and the pair would be in its record.
         return Finding(
-            unready=not (is_warm and between and at_boundary) or profiler_is_on(),
+            unready=not (is_warm and self._times.between and at_boundary) or profiler_is_on(),
             failed=self._failed is not None,
             news=self._news or couple is not None,
             compiled_again=self._compiled_again,
@@ -337,7 +310,7 @@ class Session:
             left_out=self._observer.left_out is not None,
             limit_hits=compiles.limit_hits,
             steps_per_pair=self._steps_per_pair(),
-            window_void=couple is not None and self._couple_void,
+            window_void=couple is not None and couple.void is not None,
             window_eager_s=None if couple is None else couple.eager_s,
             window_compiled_s=None if couple is None else couple.compiled_s,
         )
@@ -355,17 +328,15 @@ class Session:
         """What all ranks know now."""
         self._common, self._of_each = common, of_each
         self._news = self._compiled_again = False
-        self._new_pair = None
-        self._all_are_warm |= not common.unready
-        couple, self._couple = self._couple, None
+        self._times.may_alternate |= not common.unready
+        couple, self._times.couple = self._times.couple, None
         if couple is None or common.window_eager_s is None or common.window_compiled_s is None:
             return
-        assert self._alternation is not None
-        if not common.window_void or self._meeting.is_alone:
+        if not common.window_void:
             eager_s, compiled_s = common.window_eager_s, common.window_compiled_s
-            self._ledger.window_samples.append(replace(couple, eager_s=eager_s, compiled_s=compiled_s))
-            if self._judgement.verdict.decision != "undecided":
-                self._alternation.rest(self._ledger.steps_per_couple(self._settings.overhead_budget))
+            self._ledger.window_samples.append(replace(couple, eager_s=eager_s, compiled_s=compiled_s, void=None))
+        if self._judgement.verdict.decision != "undecided":
+            self._times.rest(self._ledger.steps_per_couple(self._settings.overhead_budget))
 
     def pair(self) -> Exchange[None]:
         """Take a pair, together with the other ranks."""
@@ -373,14 +344,13 @@ class Session:
         pairs, call = self._rig.pairs, self._rig.door.last_call
         assert pairs is not None
         assert call is not None
-        step_s = self._window.close()
+        ordinary = self._times.before_pair()
         began_s = time.perf_counter()
-        sample = yield from pairs.take(call, step=self._step, step_s=step_s)
+        sample = yield from pairs.take(call, step=self._step, ordinary=ordinary)
         if pairs.memory is not None:
             self._ledger.memory = pairs.memory
         self._look("probe")
-        self._window.drop(settle_steps=SETTLE_STEPS)
-        self._new_pair = sample
+        self._times.after_pair()
         if self._rank == 0:
             self._reopen(self._judgement.another_regime(sample))
         self._ledger.add_pair(sample, time.perf_counter() - began_s)
@@ -397,15 +367,15 @@ class Session:
         if self._common.compiled_again:
             self._reopen("something was compiled again")
         if self._common.without_graph or self._common.left_out:
-            self._find_other_targets()
-        verdict = self._judgement.judge(
-            self._step,
-            self._common,
-            by_windows=self._alternation is not None,
-            never_ran=self._never_ran,
-            other_targets=self._other_targets or (),
-        )
-        return packed(verdict)
+            self._look_for_targets()
+        return packed(self._judgement.judge(self._step, self._common, by_windows=self._times.alternates))
+
+    def _look_for_targets(self) -> None:
+        call = None if self._rig is None else self._rig.door.last_call
+        if self._rig is None or call is None or not self._can_rehearse or profiler_is_on():
+            return
+        run = functools.partial(self._rig.probe.rehearse, EagerArm(self._module), *call[0], **call[1])
+        self._judgement.look_for_targets(self._module, host.target_for(self._module, self._settings.target), run)
 
     def obey(self, text: str) -> None:
         """Act on what was decided; every rank does at the same step."""
@@ -420,20 +390,6 @@ class Session:
         elif verdict.decision == "undecided":
             self._judgement.verdict = verdict
         self._unlogged = True
-
-    def _find_other_targets(self) -> None:
-        """Once, where nothing was compiled: see in one eager pass, which leaves no trace, what the step calls."""
-        call = None if self._rig is None else self._rig.door.last_call
-        if self._other_targets is not None or self._rig is None or call is None or profiler_is_on():
-            return
-        self._other_targets = []
-        args, kwargs = call
-        with contextlib.suppress(Exception):  # a step that cannot be run twice: no advice then
-            run = functools.partial(self._rig.probe.rehearse, EagerArm(self._module), *args, **kwargs)
-            target = host.target_for(self._module, self._settings.target)
-            names = targets.called(self._module, run)
-            self._never_ran = targets.never_ran(self._module, target, names)
-            self._other_targets = targets.other_targets(self._module, target, names)
 
     def _conclude(self, verdict: Verdict) -> None:
         """Act on a verdict: the one place where the active arm changes."""
@@ -473,44 +429,31 @@ class Session:
 
     # -- the first steps of several ranks ----------------------------------------------------------------------------
 
-    def _before_first_step(self) -> None:
-        """One step in eager: DDP learns the order of gradients, and it shows whether the step talks to other ranks."""
+    def _before_step(self) -> None:
+        """Before each of the first two training steps."""
         assert self._rig is not None
-        self._rig.door.run_instead(self._own_collectives)
-        self._rig.door.before_step = self._before_second_step
-
-    def _before_second_step(self) -> None:
-        """Compile while no rank waits for another in a collective of training."""
-        assert self._rig is not None
-        self._rig.door.run_instead(None)
+        if self._first_steps is None:
+            self._first_steps = FirstSteps(
+                self._rig,
+                leads=self._trainer.local_rank == 0 or not observe.shares_cache(self._settings.options["backend"]),
+                failed=self._observer.failed,
+                on_failure=self._on_failure,
+                tell=self._export.tell,
+            )
+            return
         self._rig.door.before_step = None
         try:
-            if self._run(largest({"own": self._own_collectives.found}))["own"]:
-                return self._do_without_pairs("the step itself sends something to other processes")
-            leads = self._trainer.local_rank == 0 or not observe.shares_cache(self._settings.options["backend"])
-            self._run(first_compile(self, leads=leads))
-            self._run(self._meeting.hold(self))  # a rank that could not compile is everybody's affair at once
+            if self._run(self._first_steps.end()):
+                self._do_without_pairs("The step itself sends something to other processes")
+            else:
+                self._run(self._meeting.hold(self))  # a rank that could not compile is everybody's affair at once
         except LostError as error:
             self._lost(error)
-
-    def compile_first(self) -> None:
-        """Compile in a pass that leaves no trace and waits for nobody."""
-        assert self._rig is not None
-        assert self._rig.door.last_call is not None
-        args, kwargs = self._rig.door.last_call
-        began_s = time.perf_counter()
-        try:
-            self._rig.probe.rehearse(self._rig.arm, *args, **kwargs)
-        except Exception as error:  # one that is not of compiling will show, or not, when the step is trained
-            if self._observer.failed(error):
-                self._on_failure(error)
-        seconds = time.perf_counter() - began_s
-        if seconds > LONG_COMPILE_S:
-            self._export.tell(f"compiled in {seconds:.1f} s here; the other processes follow.")
 
     def _do_without_pairs(self, why: str) -> None:
         assert self._rig is not None
         self._rig.pairs = None
+        self._can_rehearse = False
         if self._settings.limits.max_pairs:
             host.warn(f"{why}, so no pair can be taken; both ways are timed in windows of real steps instead.")
-            self._alternation = self._alternation or Alternation(self._clock, seed=self._settings.seed)
+            self._times.alternate()

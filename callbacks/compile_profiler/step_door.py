@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -52,6 +53,7 @@ class StepDoor:
         self._callbacks = list(trainer.callbacks)
         self._is_open = False
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._seconds = 0.0
         self.own_steps = None if module.automatic_optimization else self._new_own_steps()
         wrapper = trainer.strategy.model
         self._ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
@@ -92,6 +94,7 @@ class StepDoor:
         run = functools.partial(guard.forward, hook)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
             if self._tuner_is_at_work():
                 return step(*args, **kwargs)
             in_batch: AbstractContextManager[None] = nullcontext()
@@ -104,9 +107,15 @@ class StepDoor:
                 in_batch = nullcontext() if self.own_steps is None else self.own_steps.batch()
             call = self._eager_step if hook == "training_step" and self._watch is not None else run
             with in_batch, called_once(self._module, hook, call):
+                self._seconds += time.perf_counter() - began_s
                 return step(*args, **kwargs)
 
         return enter
+
+    def take_seconds(self) -> float:
+        """Seconds that steps have spent in the door since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def run_instead(self, watch: AbstractContextManager[Any] | None) -> None:
         """Let training steps run in eager inside this context; ``None``: as before."""
