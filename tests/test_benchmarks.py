@@ -48,10 +48,10 @@ def test_fits_that_take_turns_are_timed_apart():
 
         common.fit(jobs.mlp(False), steps=3 * common.BLOCK_STEPS, callbacks=[Sleep(seconds), Notes(), timer])
 
-    steps_s = common.interleaved({"slow": lambda t: fit("slow", 0.005, t), "quick": lambda t: fit("quick", 0.001, t)})
+    steps_s = common.interleaved({"slow": lambda t: fit("slow", 0.011, t), "quick": lambda t: fit("quick", 0.001, t)})
 
     extra_s = min(steps_s["slow"]) - min(steps_s["quick"])
-    assert 0.003 < extra_s < 0.02
+    assert 0.005 < extra_s < 0.03
     assert order == [name for _ in range(3) for name in ("slow", "quick") for _ in range(common.BLOCK_STEPS)]
 
 
@@ -70,7 +70,7 @@ def test_truth_and_report_stand_side_by_side(tmp_path, capsys):
     truth.main([*TINY, "--out", str(tmp_path / "truth.json")])
 
     result = json.loads((tmp_path / "truth.json").read_text())["jobs"]["mlp"]
-    assert len(result["truth"]["eager_steps_s"]) == len(result["truth"]["compiled_steps_s"]) == 3
+    assert len(result["truth"]["eager_steps_s"]) == len(result["truth"]["compiled_steps_s"]) == 2 * 3
     assert result["truth"]["low"] <= result["truth"]["high"]
     assert [report["speedup"]["num_pairs"] > 0 for report in result["reports"].values()] == [True] * 3
     assert "mlp" in capsys.readouterr().out

@@ -81,7 +81,7 @@ def test_an_accident_on_one_rank_is_everybodys_at_the_same_step(seen, case):
 
 
 def test_a_rank_that_cannot_compile_is_known_before_a_step_is_compiled(seen):
-    assert verdict_of(seen, "cannot_compile")["step"] == 0
+    assert verdict_of(seen, "cannot_compile")["step"] == 1
     assert seen["cannot_compile"][0]["seen"][1] == "eager"
 
 
@@ -96,8 +96,8 @@ def test_the_slow_rank_is_named_and_its_time_counts(seen):
 
     assert report["ranks"]["num"] == 2
     assert report["ranks"]["pass_s"]["slowest_rank"] == 1
-    assert report["ranks"]["pass_s"]["slowest_s"] > 0.02
-    assert report["time"]["compiled_s"] > 0.02
+    assert report["ranks"]["pass_s"]["slowest_s"] > 0.08
+    assert report["time"]["compiled_s"] > 0.08
     assert report["ranks"]["compile_s"]["median_s"] > 0
 
 

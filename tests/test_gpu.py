@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from compile_profiler import CompileProfiler
@@ -71,11 +72,12 @@ def test_the_zoo_trains_on_a_gpu_as_without_the_callback(module_class):
     options = {"backend": "eager", "fallback": False, "verbose": False, "warmup_steps": 1, "pair_every_n_steps": 2}
     run = {**ON_GPU, "max_steps": 24, "limit_val_batches": 2}
     profiler = CompileProfiler(**options)
-    unmeasured = [CompileProfiler(**options, max_pairs=0)] if module_class in COMPILED_DIFFERS else []
-    plain = left_behind(*train(module_class, unmeasured, **run))
+    observed = left_behind(*train(module_class, [CompileProfiler(**options, max_pairs=0)], **run))
     measured = left_behind(*train(module_class, [profiler], **run))
 
-    assert differences(plain, measured) == []
+    assert differences(observed, measured) == []
+    if module_class not in COMPILED_DIFFERS:
+        assert differences(left_behind(*train(module_class, **run)), measured) == []
     assert profiler.report.speedup.num_pairs > 0
     assert "error" not in profiler.report.speedup.void
 
@@ -93,8 +95,16 @@ def test_the_zoo_replayed_from_cuda_graphs_leaves_the_same_run_as_without_probes
     measured = left_behind(*train(module_class, [profiler], **options))
 
     assert differences(observed, measured) == []
-    assert profiler.report.speedup.num_pairs > 0
+    assert measured_or_in_eager(profiler.report)
     assert "error" not in profiler.report.speedup.void
+
+
+def measured_or_in_eager(report):
+    """Whether pairs were made, or torch could not replay this module, so that it was trained in eager."""
+    return report.speedup.num_pairs > 0 or (report.verdict.decision, report.verdict.reason) == (
+        "eager",
+        "runtime_error",
+    )
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
@@ -107,7 +117,7 @@ def test_manual_optimization_leaves_the_run_bit_identical_to_the_same_run_withou
     observed = left_behind(*train(module_class, [CompileProfiler(**kept, max_pairs=0)], **options))
     measured = left_behind(*train(module_class, [profiler], **options))
 
-    assert profiler.report.speedup.num_pairs > 0
+    assert profiler.report.speedup.num_pairs > 0 if mode is None else measured_or_in_eager(profiler.report)
     assert differences(observed, measured) == []
 
 
@@ -144,3 +154,20 @@ def test_a_step_that_fails_on_the_gpu_is_trained_in_eager():
 
     assert profiler.report.verdict.reason == "compile_error"
     assert differences(plain, measured) == []
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("views", [False, True])
+def test_pairs_through_ddps_wrapper_leave_no_trace(mode, views):
+    """One process under DDP has the wrapper, the reducer and NCCL."""
+    kept = {"mode": mode, "fallback": False, "verbose": False, "pair_every_n_steps": 2}
+
+    def options():
+        return {**ON_GPU, "strategy": DDPStrategy(gradient_as_bucket_view=views), "validate": False}
+
+    profiler = CompileProfiler(**kept)
+    observed = left_behind(*train(Regression, [CompileProfiler(**kept, max_pairs=0)], **options()))
+    measured = left_behind(*train(Regression, [profiler], **options()))
+
+    assert profiler.report.speedup.num_pairs > 3
+    assert differences(observed, measured) == []

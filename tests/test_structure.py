@@ -73,9 +73,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"records", "verdict", "advice", "ledger", "meeting", "targets", "observe", "host"},
         {"torch"},
     ),
+    "account": ({"records", "ledger", "notices", "windows", "observe", "host"}, set()),
     "session": (
         {"records", "ledger", "checkpoint", "meeting", "group", "clock", "windows", "arms", "observe", "host"}
-        | {"export", "arguments", "rig", "first_steps", "judgement", "notices", "targets"},
+        | {"export", "arguments", "rig", "first_steps", "judgement", "account", "targets"},
         set(),
     ),
     # Lightning says when; it comes in through the host

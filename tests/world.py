@@ -124,11 +124,9 @@ def both(module_class, *, strategy=dict, profiler=None, **options):
     plain = left_behind(*fit(module_class, strategy=made(), **options))
     module, trainer = fit(module_class, [callback], strategy=made(), **options)
     measured = left_behind(module, trainer)
-    gradients = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
     return {
         "differs": differences(plain, measured),
-        "weights": {name: value for name, value in measured.items() if name.startswith("weights/net")},
-        "gradients": gradients,
+        "weights": dict(module.named_parameters()),
         "report": callback.report.to_dict(),
     }
 
@@ -216,7 +214,7 @@ class Accident:
                 if self.what == "memory":
                     raise torch.OutOfMemoryError("planted")
                 if self.what == "slow":
-                    time.sleep(0.02)
+                    time.sleep(0.08)
                 if self.what == "nan":
                     return [out * float("nan") if out.is_floating_point() else out for out in graph.forward(*inputs)]
                 if self.what == "run":
@@ -341,11 +339,11 @@ def gain():
     class Slow(Regression):
         def training_step(self, batch, batch_idx):
             if not torch.compiler.is_compiling():
-                time.sleep(0.01)
+                time.sleep(0.08)
             return super().training_step(batch, batch_idx)
 
-    profiler = CompileProfiler(backend=sleepy(0.001), pair_every_n_steps=2, verbose=False)
-    fit(Slow, [profiler], max_steps=40)
+    profiler = CompileProfiler(backend=sleepy(0.001), pair_every_n_steps=1, verbose=False)
+    fit(Slow, [profiler], max_steps=30)
     return {"report": profiler.report.to_dict()}
 
 

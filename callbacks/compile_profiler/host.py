@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import mmap
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,17 @@ def x_axis(trainer: Trainer) -> int:
 def logs_this_step(trainer: Trainer) -> bool:
     """Whether Lightning sends the module's own values of this training step to the loggers."""
     return bool(trainer.log_every_n_steps and trainer._logger_connector.should_update_logs) or trainer.fast_dev_run
+
+
+def last_step(trainer: Trainer) -> int | None:
+    """The x-axis number at which training is expected to end, ``None`` where nobody knows it.
+
+    Asking before the loaders are there would make Lightning set them up.
+    """
+    if trainer.train_dataloader is None or not trainer.lightning_module.automatic_optimization:
+        return None
+    num_steps = trainer.estimated_stepping_batches
+    return int(num_steps) if math.isfinite(num_steps) else None
 
 
 def autocast_dtype(trainer: Trainer) -> torch.dtype | None:

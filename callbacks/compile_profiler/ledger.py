@@ -30,6 +30,8 @@ ORDINARY_STEPS = 50
 INPUT_BOUND_SHARE = 0.5
 TRUSTED_BRACKET = 1.05
 """An estimate whose two ends are further apart than this is not to be trusted: windows of real steps tell."""
+TRUSTED_INTERVAL = 1.15
+"""Nor one whose interval is wider: the middle of such an interval is easily 5 % off."""
 
 
 class Ledger:
@@ -61,6 +63,7 @@ class Ledger:
         self.probe_s = 0.0
         self.own_s = 0.0
         self.memory = Memory()
+        self.last_step: int | None = None
 
     def add_step(self, step: int, seconds: float, *, compiled: bool, compiling: bool) -> None:
         """A training step of one of the arms took so many wall seconds, or compiled something meanwhile."""
@@ -178,6 +181,8 @@ class Ledger:
             if lower.median is None or upper.median is None:
                 return EndToEnd()
             trusted = upper.median / lower.median <= TRUSTED_BRACKET
+            if lower.low is not None and upper.high is not None:
+                trusted &= upper.high / lower.low <= TRUSTED_INTERVAL
             interval = Interval(median=math.sqrt(lower.median * upper.median), low=lower.low, high=upper.high)
         step_s = statistics.median(steps_s)
         # Real steps overlap with their neighbours, a synchronised pass does not: the share can come out above 1.
@@ -200,6 +205,7 @@ class Ledger:
         known = Time(
             compile_s=compile_s,
             probe_s=self.probe_s,
+            last_step=self.last_step,
             eager_s=eager_s,
             compiled_s=compiled_s,
             overhead_pct=100 * self.own_s / (elapsed_s - self.own_s) if elapsed_s > self.own_s else None,

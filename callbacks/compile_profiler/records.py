@@ -270,7 +270,10 @@ class EndToEnd(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time(_Record):
-    """Where the seconds went: medians of both arms, compiling, measuring, the net saving so far."""
+    """Where the seconds went: medians of both arms, compiling, measuring, the net saving so far.
+
+    ``last_step`` is where this run is expected to end; a ``break_even_step`` behind it is not reached.
+    """
 
     eager_s: float | None = None
     compiled_s: float | None = None
@@ -278,6 +281,7 @@ class Time(_Record):
     probe_s: float | None = None
     saved_s: float | None = None
     break_even_step: int | None = None
+    last_step: int | None = None
     overhead_pct: float | None = None
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compile_profiler.records import Compiles, Drift, EndToEnd, Environment, Event, Ranks, Report, Skew, Speedup
+from compile_profiler.records import Compiles, Drift, Environment, Event, Ranks, Report, Skew, Speedup, Time
 
 T = TypeVar("T")
 Row = tuple[str, str, str]  # what, value, what the value rests on
@@ -125,11 +125,11 @@ def figures(report: Report) -> list[Row]:
         ("verdict", f"{verdict.decision}: {verdict.reason}", at + verdict.message),
         ("configuration", known(verdict.config.get("backend"), str), _joined(*config)),
         ("speedup of a pass", known(report.speedup.median, ratio), _speedup_basis(report.speedup)),
-        ("speedup of a step", known(report.end_to_end.speedup, ratio), _end_to_end_basis(report.end_to_end)),
+        ("speedup of a step", known(report.end_to_end.speedup, ratio), _end_to_end_basis(report)),
         ("time of a pass", known(time.compiled_s, seconds), f"compiled; eager {eager_time}"),
         ("compiling", known(time.compile_s, seconds), "extra time of steps in which something compiled"),
         ("measuring", known(time.probe_s, seconds), _told("{:.1f} % of training time", time.overhead_pct)),
-        ("net saved", known(time.saved_s, seconds), _told("compiling is paid back at step {:,}", time.break_even_step)),
+        ("net saved", known(time.saved_s, seconds), _paid_back(time)),
         ("graphs", f"{report.compiles.graphs:,}", _compiles_basis(report.compiles)),
         ("loss drift", known(report.drift.loss_rel, small), _drift_basis(report.drift)),
         ("gradient drift", known(report.drift.grad_rel, small), _gradient_basis(report.drift)),
@@ -180,14 +180,25 @@ def _speedup_basis(speedup: Speedup) -> str:
     )
 
 
-def _end_to_end_basis(end_to_end: EndToEnd) -> str:
+def _end_to_end_basis(report: Report) -> str:
+    end_to_end, of_pass = report.end_to_end, report.speedup.median
+    waits = None
+    if end_to_end.input_bound and of_pass is not None and end_to_end.compute_share is not None:
+        waits = f"input-bound: compiling gives {ratio(of_pass)} on {end_to_end.compute_share:.0%} of the step"
     return _joined(
         interval(end_to_end.low, end_to_end.high),
         _told("by {}", end_to_end.method),
         _told("{} a step", end_to_end.step_s, seconds),
-        _told("{:.0%} of it compute", end_to_end.compute_share),
-        "input-bound" if end_to_end.input_bound else None,
+        waits or _told("{:.0%} of it compute", end_to_end.compute_share),
         "not to be trusted: end_to_end='windows' tells" if end_to_end.trusted is False else None,
+    )
+
+
+def _paid_back(time: Time) -> str:
+    """When compiling and measuring are paid back, beside the steps that this run has."""
+    beyond = time.last_step is not None and time.break_even_step is not None and time.break_even_step > time.last_step
+    return _told("compiling is paid back at step {:,}", time.break_even_step) + (
+        _told(", after this run's last, {:,}", time.last_step) if beyond else ""
     )
 
 

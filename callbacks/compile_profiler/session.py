@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from compile_profiler import checkpoint, host, observe, targets
+from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import EagerArm
 from compile_profiler.clock import Clock, profiler_is_on
@@ -17,7 +18,6 @@ from compile_profiler.group import Group, LostError
 from compile_profiler.judgement import Judgement, is_failure, packed, unpacked
 from compile_profiler.ledger import Ledger
 from compile_profiler.meeting import Exchange, Finding, Meeting, OfEach, Own, alone, first_voice, largest
-from compile_profiler.notices import long_compile, near_limit
 from compile_profiler.records import Reason, Report, Stage, Verdict
 from compile_profiler.rig import RefusedError, Rig, build
 from compile_profiler.windows import StepTimes
@@ -53,13 +53,13 @@ class Session:
             seed=settings.seed,
             of_all=trainer.world_size > 1,
         )
+        self._account = Account(
+            self._observer, self._ledger, self._times, warmup_steps=settings.warmup_steps, tell=export.tell
+        )
         self._rig: Rig | None = None  # while the run is compiled
         self._step = 0
         self._step_began_s = 0.0
         self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
-        self._num_clean = 0
-        self._warm = False  # the first compiles of this fit are over
-        self._news = True  # something to judge
         self._unlogged = True  # something to log
         # What concerns the other ranks; alone, what concerns nobody.
         every = settings.pair_every_n_steps
@@ -69,10 +69,9 @@ class Session:
         self._common = Finding()
         self._of_each: OfEach | None = None
         self._failed: Verdict | None = None  # here, and not everybody's yet
-        self._compiled_again = False
-        self._own_compile_s = 0.0
         self._first_steps: FirstSteps | None = None
         self._is_sharded = host.parallelism(trainer) == "fsdp"
+        self._is_over = False
         self._can_rehearse = True  # a pass of one rank alone waits for no other
 
     # -- beginning and end -------------------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ class Session:
             orderly: all ranks have come to the end of training, so that they can meet once more.
         """
         if orderly and self._rig is not None and self._group is not None:
-            self._num_clean = 0  # no pair any more
+            self._is_over = True
             self._meet()
         self._leave()
         self._observer.stop()
@@ -204,7 +203,17 @@ class Session:
         if self._rig is not None:
             boundary = self._rig.door.at_boundary()
             self._before_s += self._rig.door.take_seconds()
-            self._account(began_s - self._step_began_s, boundary)
+            self._account.step(
+                self._step,
+                began_s - self._step_began_s,
+                epoch=self._trainer.current_epoch,
+                boundary=boundary,
+                compiled=self._rig.is_compiled,
+                own_s=self._before_s + self._after_s,
+            )
+            self._meeting.count(boundary=boundary)
+            if self._times.alternates:
+                self._rig.enable(self._times.arm == "compiled" and self._failed is None)
             if self._is_due(boundary):
                 self._meet()
         if self._unlogged and host.logs_this_step(self._trainer):
@@ -215,53 +224,26 @@ class Session:
         self._ledger.own_s += self._before_s + self._after_s
 
     def _look(self, stage: Stage) -> bool:
-        """Take what was compiled as events of ``stage``, say what cannot wait; whether there was anything."""
-        if not self._observer.poll(stage, step=self._step, epoch=self._trainer.current_epoch):
-            return False
-        news = self._observer.news
-        self._own_compile_s += news.compile_s
-        for finding in news.near_limit:
-            host.warn(near_limit(*finding))
-        line = long_compile(news.events, news.compile_s)
-        if line is not None:
-            self._export.tell(line)
-        return True
-
-    def _account(self, seconds: float, boundary: bool) -> None:
-        assert self._rig is not None
-        compiling = self._look("train")
-        self._ledger.add_step(self._step, seconds, compiled=self._rig.is_compiled, compiling=compiling)
-        self._meeting.count(boundary=boundary)
-        if compiling:
-            self._news = True
-            self._compiled_again |= self._warm
-        self._num_clean = 0 if compiling else self._num_clean + 1
-        is_warm = self._num_clean >= self._settings.warmup_steps
-        self._warm |= is_warm
-        own_s = self._before_s + self._after_s
-        self._times.step(self._step, boundary=boundary, compiling=compiling, warm=is_warm, own_s=own_s)
-        if self._times.alternates:
-            self._rig.enable(self._times.arm == "compiled" and self._failed is None)
+        return self._account.look(stage, step=self._step, epoch=self._trainer.current_epoch)
 
     def on_validation_step_end(self) -> None:
         """After a batch of validation or the sanity check."""
         if self._rig is not None:
-            self._news |= self._look(host.stage_of(self._trainer))
+            self._account.news |= self._look(host.stage_of(self._trainer))
 
     def on_disturbance(self) -> None:
         """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
-        self._times.pause()
-        self._num_clean = min(self._num_clean, self._settings.warmup_steps - 1)
+        self._account.disturb()
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
     def _is_due(self, boundary: bool) -> bool:
         return self._meeting.is_due(
             boundary=boundary,
-            urgent=self._news
+            urgent=self._account.news
             or (
                 self.takes_pairs
-                and self._num_clean >= self._settings.warmup_steps
+                and self._account.is_warm
                 and self._meeting.num_since_pair >= self._steps_per_pair()
                 and boundary
                 and self._times.between
@@ -297,14 +279,15 @@ class Session:
     def finding(self) -> Finding:
         """What this rank knows now."""
         compiles, ledger, couple = self._observer.compiles(), self._ledger, self._times.couple
-        is_warm = self._num_clean >= self._settings.warmup_steps
         at_boundary = self._rig is not None and self._rig.door.at_boundary()
         # A profiler slows eager down more than compiled, and the pair would be in its record.
         return Finding(
-            unready=not (is_warm and self._times.between and at_boundary) or profiler_is_on(),
+            unready=self._is_over
+            or not (self._account.is_warm and self._times.between and at_boundary)
+            or profiler_is_on(),
             failed=self._failed is not None,
-            news=self._news or couple is not None,
-            compiled_again=self._compiled_again,
+            news=self._account.news or couple is not None,
+            compiled_again=self._account.compiled_again,
             num_recent_compiling=ledger.num_recent_compiling,
             without_graph=bool(ledger.num_compiled_steps) and not compiles.graphs,
             left_out=self._observer.left_out is not None,
@@ -319,7 +302,7 @@ class Session:
         """This rank's seconds."""
         pairs = None if self._rig is None else self._rig.pairs
         return Own(
-            compile_s=self._own_compile_s,
+            compile_s=self._account.compile_s,
             step_s=self._ledger.ordinary_step_s,
             pass_s=None if pairs is None else pairs.pass_s,
         )
@@ -327,7 +310,7 @@ class Session:
     def hear(self, common: Finding, of_each: OfEach) -> None:
         """What all ranks know now."""
         self._common, self._of_each = common, of_each
-        self._news = self._compiled_again = False
+        self._account.news = self._account.compiled_again = False
         self._times.may_alternate |= not common.unready
         couple, self._times.couple = self._times.couple, None
         if couple is None or common.window_eager_s is None or common.window_compiled_s is None:
@@ -424,6 +407,7 @@ class Session:
         """Everything known now."""
         if self._rig is not None:
             self._ledger.own_s += self._rig.take_seconds()
+        self._ledger.last_step = host.last_step(self._trainer)
         ranks = None if self._of_each is None or self._meeting.is_alone else self._of_each.ranks()
         return self._ledger.report(self._judgement.verdict, self._observer.compiles(), self._environment, ranks)
 
