@@ -23,6 +23,7 @@ benchmarks: $(VENV)/examples.stamp  ## is the speedup true, what does it cost: m
 	$(BIN)/python -m benchmarks.truth
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.regret
+	$(BIN)/python -m benchmarks.memory
 
 test: lint types pytest  ## everything a change has to pass
 

@@ -12,11 +12,14 @@ from runs import Regression, differences, left_behind, train
 MESSAGES = {
     "compiler": (
         "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')",
-        r"install g\+\+",
+        r"There is no C\+\+ compiler: install",
     ),
-    "header": ("main.cpp:1:10: fatal error: Python.h: No such file or directory", "python3-dev"),
-    "openmp": ("fatal error: 'omp.h' file not found", "libomp"),
-    "linker": ("ld: library not found for -lomp", "libomp"),
+    "header": (
+        "main.cpp:1:10: fatal error: Python.h: No such file or directory",
+        "headers of Python are missing: install",
+    ),
+    "openmp": ("fatal error: 'omp.h' file not found", "OpenMP is missing: install"),
+    "linker": ("ld: library not found for -lomp", "OpenMP is missing: install"),
     "windows": ("RuntimeError: Compiler: cl is not found.", "Visual Studio"),
     "old gpu": (
         "Found Tesla P100-PCIE-16GB which is too old to be supported by the triton GPU compiler, which is used as the "
@@ -50,6 +53,7 @@ def test_the_cause_behind_an_error_is_looked_at_and_the_unknown_is_not_guessed()
     error.__cause__ = OSError("fatal error: Python.h: No such file or directory")
 
     assert "python3-dev" in advice(error)
+    assert advice(error, "fedora") == "The headers of Python are missing: install python3-devel."
     assert advice(KeyError("x")) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.table import Table
 
-from benchmarks import common, jobs, overhead, regret, truth
+from benchmarks import common, jobs, log_size, overhead, regret, truth
 
 TINY = ["--jobs", "mlp", "--quick", "--steps", "320", "--backend", "eager"]
 
@@ -113,3 +113,12 @@ def test_a_job_that_fails_does_not_take_the_others_along(tmp_path, monkeypatch, 
 
     assert list(json.loads((tmp_path / "out.json").read_text())["jobs"]) == ["mlp"]
     assert "mlp: " in capsys.readouterr().out
+
+
+def test_the_size_of_a_log_is_told_with_and_without_the_callback():
+    """The same run twice; what the callback adds is there, and is small."""
+    found = log_size.main(steps=300, log_every_n_steps=10)
+
+    assert found["num_pairs"] >= 8
+    assert found["plain_bytes"] > 1000
+    assert 10_000 < found["profiled_bytes"] - found["plain_bytes"] < 300_000

@@ -28,7 +28,9 @@ FULL = Report(
     end_to_end=EndToEnd(speedup=0.875, step_s=0.5),
     time=Time(eager_s=0.125, compiled_s=0.25, compile_s=17.0, saved_s=-4.0, overhead_pct=1.5),
     compiles=Compiles(graphs=5, recompiles=3, graph_breaks=2),
-    drift=Drift(loss_rel=1e-7, grad_rel=2e-7, grad_cosine=0.75, noise_floor=3e-8),
+    drift=Drift(
+        loss_rel=1e-7, grad_rel=2e-7, grad_cosine=0.75, noise_floor=3e-8, tolerance=1e-4, within_tolerance=True
+    ),
     memory=Memory(eager_peak_bytes=3 * 2**20, compiled_peak_bytes=2**19),
     environment=Environment(torch="2.13.0", lightning="2.6.6", device="H200"),
 )
@@ -49,7 +51,7 @@ def logs(tmp_path_factory):
     """Two real runs, logged to TensorBoard: one that a sleeping backend slows down, one that is not measured."""
     folder = tmp_path_factory.mktemp("runs")
     torch.set_num_threads(1)  # as conftest.py does for each test
-    for name, options in {"slow": {"backend": sleepy(0.003)}, "watched": {"backend": "eager", "max_pairs": 0}}.items():
+    for name, options in {"slow": {"backend": sleepy(0.02)}, "watched": {"backend": "eager", "max_pairs": 0}}.items():
         logger = pl.loggers.TensorBoardLogger(folder, name=name)
         train(Regression, [CompileProfiler(verbose=False, **options)], logger=logger, max_steps=80)
     return folder
@@ -92,6 +94,7 @@ def test_an_event_file_loses_nothing_that_is_logged():
 
     assert scalars(rebuilt) == pytest.approx(scalars(FULL))
     assert rebuilt.verdict == FULL.verdict
+    assert rebuilt.drift.within_tolerance is True
     assert (rebuilt.speedup.num_pairs, rebuilt.speedup.num_void) == (12, 3)
     assert rebuilt.environment == FULL.environment
 
@@ -232,7 +235,7 @@ def test_the_package_runs_as_a_module():
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Usage: compile-profiler [OPTIONS] COMMAND")
-    assert all(command in done.stdout for command in ("show", "compare", "html", "doctor"))
+    assert all(command in done.stdout for command in ("show", "compare", "html", "bench", "doctor"))
 
 
 def test_the_docs_show_the_help_and_a_section_for_each_command():

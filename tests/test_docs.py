@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch._dynamo
 
+from compile_profiler.advice import advice, to_install
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -43,3 +45,25 @@ def test_the_assertion_for_ci_fails_with_the_line_that_breaks_the_graph(example,
 
     with pytest.raises(AssertionError, match=rf"test_docs\.py:{line} graph_break x1: Printing.*on_train_batch_end"):
         example.test_my_model_has_no_graph_breaks(tmp_path)
+
+
+def tables(page):
+    """The rows of all tables of a page, as lists of cells."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+
+
+def test_the_page_of_failures_says_what_the_code_says():
+    """Every message of its tables leads to the sentence beside it, every package is the one that is named."""
+    rows = tables("failures.md")
+    answers = [(message, row[1]) for row in rows if len(row) == 2 for message in re.findall(r"`([^`]+)`", row[0])]
+    parts = {"C++ compiler": "compiler", "Python's headers": "headers", "OpenMP": "openmp"}
+    systems = ["debian", "fedora", "suse", "arch", "darwin"]
+    packages = [row for row in rows if row[0] in parts]
+
+    assert len(answers) > 12
+    assert [message for message, words in answers if words not in (advice(RuntimeError(message)) or "")] == []
+    assert len(packages) == len(parts)
+    for row in packages:
+        for system, package in zip(systems, row[1:], strict=True):
+            assert package == "\N{EN DASH}" or f"install {package}" in to_install(parts[row[0]], system)

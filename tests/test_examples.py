@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from rich.console import Console
 
+from compile_profiler import CompileProfiler
 from compile_profiler.records import Report, Speedup, Time, Verdict
-from examples import demo, digits_cnn, mlp_benchmark, recurrent_filter
+from examples import cli, demo, digits_cnn, mlp_benchmark, recurrent_filter
+
+EXAMPLES = Path(cli.__file__).parent
 
 
 @pytest.mark.parametrize("example", [digits_cnn, recurrent_filter, mlp_benchmark])
@@ -50,3 +55,44 @@ def test_the_demo_shows_each_report_in_its_own_column():
     assert ["compiled", "2.00 ms", "-"] in cells
     assert ["compiling took", "12.00 s", "-"] in cells
     assert ["pairs", "8", "0"] in cells
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_file_for_the_command_line_trains_with_the_profiler_that_it_describes(monkeypatch):
+    """Everything in examples/config.yaml is taken, with another backend, for which there need be no C++ compiler."""
+    monkeypatch.setattr("sys.argv", ["examples.cli"])
+    backend = ["--trainer.callbacks.init_args.backend", "eager", "--trainer.max_steps", "60"]
+    trainer = cli.main(["fit", "--config", str(EXAMPLES / "config.yaml"), *backend])
+    (profiler,) = (callback for callback in trainer.callbacks if isinstance(callback, CompileProfiler))
+
+    assert trainer.global_step == 60
+    assert profiler.report.verdict.config["backend"] == "eager"
+    assert (profiler._settings.limits.min_speedup, profiler._settings.limits.drift) == (1.05, "warn")
+    assert (Path("runs") / "digits_cli" / "version_0" / "compile_profile.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, while it traces a graph break
+def test_the_notebook_runs_from_top_to_bottom():
+    """Cell by cell in one namespace, as a kernel does it, with a backend for which there need be no C++ compiler."""
+    cells = json.loads((EXAMPLES / "first_hour.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert 'backend = "inductor"' in sources[0]
+    names = {"__name__": "notebook"}
+    for number, source in enumerate(sources):
+        code = source.replace('backend = "inductor"', 'backend = "eager"')
+        exec(compile(code, f"cell_{number}.py", "exec"), names)
+
+    breaks = [event for event in names["first"].compiles.events if event.kind == "graph_break"]
+    assert ("data_dependent", "cell_1.py") in [(event.cause, Path(event.file).name) for event in breaks]
+    assert names["second"].compiles.graphs == 1
+    assert not [cell for cell in cells if cell.get("outputs")]  # what a run found on one machine is not kept
+
+
+def test_each_script_says_what_to_look_at_and_how_to_run_it():
+    """The first thing that somebody reads in an example."""
+    for script in EXAMPLES.glob("[!_]*.py"):
+        source = script.read_text(encoding="utf-8")
+        if script.name != "demo.py":
+            assert "Look at " in source.split('"""')[1], script
+            assert f"python -m examples.{script.stem}" in source.split('"""')[1], script
+        assert len(source.splitlines()) < 100, script

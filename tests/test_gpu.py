@@ -1,11 +1,19 @@
 """The same promises on a CUDA device, where launches run ahead of the clock and graphs replay in fixed memory."""
 
+import gc
+import json
+from pathlib import Path
+
+import lightning.pytorch as pl
 import pytest
 import torch
+from click.testing import CliRunner
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.utils.data import DataLoader
 
 from compile_profiler import CompileProfiler
+from compile_profiler.cli import main
 from runs import Regression, differences, left_behind, train
 from test_manual import Accumulates, AccumulatesAndDrops, Adversarial
 from zoo import COMPILED_DIFFERS, ZOO, Checkpointing, Counters, CustomFunction, DropoutAndBatchNorm, MomentumQueue
@@ -171,3 +179,131 @@ def test_pairs_through_ddps_wrapper_leave_no_trace(mode, views):
 
     assert profiler.report.speedup.num_pairs > 3
     assert differences(observed, measured) == []
+
+
+def test_a_benchmark_measures_modes_on_the_device(tmp_path):
+    """CUDA graphs of one configuration are gone when the next one begins: each has a process of its own."""
+    module = f"{Path(__file__).with_name('bench_cases.py')}:Net"
+    modes = ["--mode", "default", "--mode", "reduce-overhead", "--steps", "60", "--device", "cuda"]
+    shown = CliRunner().invoke(main, ["bench", module, *modes, "--init", "width=256", "-o", str(tmp_path)])
+    found = json.loads((tmp_path / "bench.json").read_text())["configurations"]
+
+    assert shown.exit_code == 0, shown.stderr
+    assert [each["options"]["mode"] for each in found] == [None, "reduce-overhead"]
+    for each in found:
+        assert each["report"]["environment"]["device"] == torch.cuda.get_device_name()
+        assert each["report"]["speedup"]["num_pairs"] >= 6
+        assert each["report"]["memory"]["compiled_peak_bytes"] > 0
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.net = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = (part.view(batch, length, 4, -1).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.net(self.second(x))
+
+
+class VaryingGPT(pl.LightningModule):
+    """A small GPT whose batches have ever new lengths: the failures of torch 2.11 that come at run time."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, 128), nn.Embedding(256, 128)
+        self.blocks = nn.ModuleList(Block(128) for _ in range(2))
+        self.head = nn.Linear(128, 256, bias=False)
+        self.lengths = []
+
+    def training_step(self, batch, batch_idx):
+        tokens = batch[:, :-1]
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(33, 200, (30,), generator=generator).tolist()
+        return DataLoader([torch.randint(256, (8, length), generator=generator) for length in lengths], batch_size=None)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.lengths.append(batch.shape[1])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_gpt_of_varying_length_is_trained_to_the_end(mode, precision):
+    """Where it fails at run time, as on torch 2.11, every batch is trained once all the same."""
+    profiler = CompileProfiler(mode=mode, fallback=False, verbose=False)
+    options = {**ON_GPU, "max_steps": 30, "validate": False, "deterministic": False, "precision": precision}
+    torch.manual_seed(7)
+    module, trainer = train(VaryingGPT, [profiler], **options)
+    losses = [row["loss"] for _, row in trainer.logger.of_user() if "loss" in row]
+    verdict = profiler.report.verdict
+
+    assert trainer.global_step == 30
+    assert len(module.lengths) == len(losses) == 30
+    assert losses[-1] < losses[0]
+    assert verdict.decision == "compiled" or verdict.reason in ("runtime_error", "compile_error", "pending")
+    assert not {"training_step", "log", "log_dict"} & set(vars(module))
+
+
+class Reserved(pl.Callback):
+    """Bytes that torch holds on the device after each batch, the free ones given back."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self.sizes.append(torch.cuda.memory_reserved())
+
+
+class KeepsOutput(Wide):
+    """Keeps what a compiled network gave and reads it a step later, when its graph has been replayed over it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = None
+
+    def forward(self, x):
+        out = self.net(x)
+        before, self.kept = self.kept, out.detach()
+        return out if before is None else out + 0.1 * before.mean()
+
+
+def test_a_cuda_graph_whose_output_is_read_too_late_loses_no_batch():
+    """In eager it may be read at any time."""
+    profiler = CompileProfiler(["net"], mode="reduce-overhead", fallback=False, verbose=False)
+    module, trainer = train(KeepsOutput, [profiler], **{**ON_GPU, "max_steps": 20, "validate": False})
+
+    assert trainer.global_step == 20
+    assert len(module.seen) == 20
+    assert profiler.report.verdict.reason in ("runtime_error", "compile_error", "pending")
+
+
+def test_pools_of_cuda_graphs_are_given_back_when_the_run_goes_back_to_eager():
+    """The activations of ``Wide`` are 16 MiB each; a pool holds several of them, with those for backward."""
+    profiler = CompileProfiler(mode="reduce-overhead", verbose=False, min_speedup=1000.0)
+    reserved = Reserved()
+    options = {**ON_GPU, "max_steps": 90, "validate": False, "deterministic": False}
+    train(Wide, [profiler, reserved], **options)
+
+    assert profiler.report.verdict.reason == "no_gain"
+    assert reserved.sizes[profiler.report.verdict.step - 2] - reserved.sizes[-1] > 16 * 2**20

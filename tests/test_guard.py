@@ -180,6 +180,47 @@ def test_a_buffer_that_changes_its_size_after_learning_is_no_trouble():
     assert differences(plain, measured) == []
 
 
+REPLAYED = "accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run."
+MISFITS = "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x1)"
+
+
+def late_recompile(graph, example_inputs):
+    """A backend that compiles once and never again."""
+    late_recompile.num_graphs += 1
+    if late_recompile.num_graphs > 1:
+        raise RuntimeError("planted: no second graph")
+    return graph.forward
+
+
+class RaggedLater(Regression):
+    """Its batches are of another size from the ninth on, so that the step is compiled anew in mid-run."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [part[:5] for part in batch] if len(self.seen) > 8 else batch
+
+
+LATER = {
+    "a replayed CUDA graph": (Watched, lambda: failing_call(7, message=REPLAYED), "clone it"),
+    "a shape that does not fit": (Watched, lambda: failing_call(7, message=MISFITS), "mat1 and mat2"),
+    "a late recompile": (RaggedLater, lambda: late_recompile, "no second graph"),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_a_step_that_fails_long_after_compiling_well_is_trained_in_eager(case):
+    module_class, make, words = LATER[case]
+    late_recompile.num_graphs = 0
+    plain = left_behind(*train(module_class, **RUN))
+    profiler = CompileProfiler(backend=make(), dynamic=False, **QUIET)
+    with pytest.warns(UserWarning, match=words) as caught:
+        failed = left_behind(*train(module_class, [profiler], **RUN))
+
+    assert differences(plain, failed) == []
+    assert len([w for w in caught if "CompileProfiler" in str(w.message)]) == 1
+    assert profiler.report.verdict.reason == ("compile_error" if "recompile" in case else "runtime_error")
+    assert profiler.report.verdict.step >= 6
+
+
 # -- the user's own errors -------------------------------------------------------------------------------------------
 
 
@@ -239,6 +280,40 @@ def test_an_error_of_the_users_own_reaches_them_unchanged(kind):
     assert profiler.report.verdict.reason not in ("compile_error", "runtime_error")
 
 
+class Misfits(Regression):
+    """Its last layer is of another size: the compiler meets that error first, while it traces."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(7, 1)
+
+    def loss(self, batch):
+        return self.last(self(batch[0])).mean()  # the user's line
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_error_that_compiling_meets_first_comes_from_the_users_code_all_the_same(backend):
+    """Their line stands below ours, the compiler's frames nowhere: not in the traceback, not behind the error."""
+    profiler = CompileProfiler(backend=backend, **QUIET)
+    with pytest.raises(RuntimeError) as plain:
+        fit(Misfits(), validate=False, **RUN)
+    with pytest.raises(RuntimeError) as caught:
+        fit(Misfits(), [profiler], validate=False, **RUN)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    users = [number for number, frame in enumerate(frames) if (frame.line or "").endswith("# the user's line")]
+    ours = [number for number, frame in enumerate(frames) if "compile_profiler" in frame.filename]
+
+    assert type(caught.value) is type(plain.value)
+    assert str(caught.value) == str(plain.value)
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+    assert getattr(caught.value, "__notes__", []) == getattr(plain.value, "__notes__", [])
+    assert min(users) > max(ours)
+    assert [frame.name for frame in frames[users[0] :]] == [
+        frame.name for frame in traceback.extract_tb(plain.value.__traceback__)[-len(frames[users[0] :]) :]
+    ]
+    assert not any("_dynamo" in frame.filename for frame in frames)
+
+
 def test_torch_compile_itself_may_refuse():
     """An option that does not exist is found by torch.compile, at the call."""
     plain = left_behind(*train(Regression, **RUN))
@@ -259,7 +334,7 @@ def test_an_ordinary_step_costs_little():
     module = Regression()
     module.training_step = lambda batch, batch_idx: batch  # nothing to compute: what is left is ours
     arm = arms.CompiledArm(module, target="forward", hooks=["training_step"], options={"backend": "eager"})
-    guard = Guard(module, arm, on_failure=pytest.fail)
+    guard = Guard(module, arm, on_failure=pytest.fail, on_trouble=pytest.fail)
     for _ in range(10):
         guard.forward("training_step", [1], 0)
     seconds = []

@@ -70,7 +70,7 @@ def stopped(profiler):
 
 
 def test_a_decision_for_eager_is_remembered_and_nothing_is_compiled_again():
-    options = {"backend": sleepy(0.004), "verbose": False, "warmup_steps": 1, "pair_every_n_steps": 2}
+    options = {"backend": sleepy(0.02), "verbose": False, "warmup_steps": 1, "pair_every_n_steps": 2}
     before = stopped(CompileProfiler(**options))
     after = CompileProfiler(**options)
     resumed(Regression, [after], "stopped.ckpt", max_steps=70)
@@ -121,7 +121,7 @@ class Wider(Regression):
     ("changed", "word"), [("module", "module"), ("min_speedup", "configuration"), ("threads", "machine")]
 )
 def test_where_anything_else_is_different_measuring_starts_afresh(changed, word, caplog, monkeypatch):
-    options = {"backend": sleepy(0.004), "warmup_steps": 1, "pair_every_n_steps": 2}
+    options = {"backend": sleepy(0.02), "warmup_steps": 1, "pair_every_n_steps": 2}
     before = stopped(CompileProfiler(**options, verbose=False))
     if changed == "threads":
         torch.set_num_threads(2)

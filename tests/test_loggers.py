@@ -6,9 +6,11 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 
-from compile_profiler import CompileProfiler
+from compile_profiler import CompileProfiler, Report
+from compile_profiler.export import Export
+from compile_profiler.records import Compiles, Event, Speedup, Time, Verdict
 from compile_profiler.scalars import CHARTS, EVENTS_TAG, SCALARS, VERDICT_TAG
-from runs import InMemoryLogger, Regression, sleepy, train
+from runs import InMemoryLogger, Regression, fit, sleepy, train
 
 TAGS = {scalar.tag for scalar in SCALARS}
 
@@ -34,7 +36,7 @@ def test_the_event_file_read_back_holds_every_tag_where_the_users_values_stand(t
 
 def test_what_is_logged_last_is_what_the_report_says():
     logger = InMemoryLogger()
-    profiler = CompileProfiler(backend=sleepy(0.003), verbose=False)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False)
     train(Regression, [profiler], logger=logger, log_every_n_steps=7)
     last = {tag: value for _, row in logger.rows for tag, value in row.items() if tag in TAGS}
     report = profiler.report
@@ -48,7 +50,7 @@ def test_what_is_logged_last_is_what_the_report_says():
 
 def test_the_active_arm_is_one_until_the_run_goes_back_to_eager():
     logger = InMemoryLogger()
-    profiler = CompileProfiler(backend=sleepy(0.003), verbose=False)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False)
     train(Regression, [profiler], logger=logger)
     active = [(step, row["compile/active"]) for step, row in logger.rows if "compile/active" in row]
     decided = profiler.report.verdict.step
@@ -141,3 +143,107 @@ def test_a_layout_of_the_users_own_is_the_one_that_is_shown(tmp_path, hook):
     fitted_again(logger, HasLayout)
 
     assert layouts(logger.log_dir)[-1].category[0].title == "mine"
+
+
+def exported(folder, **trainer_options):
+    """An export of reports into an event file, and the trainer whose logger writes it."""
+    logger = pl.loggers.TensorBoardLogger(folder, version=0)
+    trainer = fit(Regression(), logger=logger, max_steps=1, **trainer_options)
+    return Export(trainer, folder, log=True, verbose=False), logger
+
+
+def written(logger):
+    """Bytes of the event files of ``logger``."""
+    logger.experiment.flush()
+    return sum(file.stat().st_size for file in Path(logger.log_dir).glob("*tfevents*"))
+
+
+def pair_number(number, num_places):
+    """The report after so many pairs of a run in which the compiler was busy in so many places."""
+    events = tuple(
+        Event(step=n, epoch=0, stage="train", kind="recompile", file=f"model_{n}.py", line=n, detail="x" * 200)
+        for n in range(num_places)
+    )
+    spread = 1 / (1 + number)
+    return Report(
+        verdict=Verdict(decision="compiled", reason="gain", message="It pays.", step=40),
+        speedup=Speedup(median=2.0, low=2 - spread, high=2 + spread, num_pairs=number),
+        time=Time(eager_s=0.2, compiled_s=0.1, compile_s=9.0, saved_s=0.1 * number - 9, overhead_pct=spread),
+        compiles=Compiles(graphs=1, events=events),
+    )
+
+
+def test_an_event_file_grows_by_little_for_each_pair(tmp_path):
+    """400 pairs are those of 20,000 steps at 50 steps apart, ten times as many as the budget allows cheap steps."""
+    export, logger = exported(tmp_path)
+    before = written(logger)
+    for number in range(400):
+        export.log(pair_number(number, num_places=200), step=50 * number)
+
+    assert 400 * 500 < written(logger) - before < 400 * 4_000
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_text_is_written_again_only_if_it_has_changed(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    export, logger = exported(tmp_path)
+    for step, report in enumerate([pair_number(1, 1), pair_number(1, 1), pair_number(2, 1), pair_number(2, 2)]):
+        export.log(report, step)
+    logger.experiment.flush()
+    events = EventAccumulator(logger.log_dir, size_guidance={"tensors": 0, "scalars": 0}).Reload()
+
+    assert [event.step for event in events.Tensors(f"{VERDICT_TAG}/text_summary")] == [0, 2]
+    assert [event.step for event in events.Tensors(f"{EVENTS_TAG}/text_summary")] == [0, 3]
+    assert [event.step for event in events.Scalars("compile/speedup")] == [0, 1, 2, 3]
+
+
+class Files(InMemoryLogger):
+    """Keeps a file of each text, as the loggers of services do."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts, self.described = [], {}
+
+    def log_text(self, key, columns=None, data=None, step=None):
+        self.texts.append((key, data[0][0]))
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        self.described.update(params)
+
+
+def test_a_logger_that_makes_files_gets_a_text_at_changes_of_the_decision_and_what_is_compiled_how():
+    logger = Files()
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False)
+    train(Regression, [profiler], logger=logger)
+    cards = [text.partition("\n")[0] for key, text in logger.texts if key == VERDICT_TAG]
+
+    assert cards[0] == "### undecided: pending"
+    assert set(cards[1:]) == {"### eager: no\\_gain"}
+    assert len(cards) <= 3
+    assert logger.described["compile/target"] == "step"
+    assert logger.described["compile/mode"] == "default"
+
+
+def test_a_logger_that_refuses_the_configuration_still_gets_the_scalars():
+    class Refuses(InMemoryLogger):
+        def log_hyperparams(self, params, *args, **kwargs):
+            raise ValueError("parameters cannot be changed")
+
+    logger = Refuses()
+    with pytest.warns(UserWarning, match="a logger refused the configuration: ValueError: parameters cannot"):
+        train(Regression, [CompileProfiler(backend="eager", fallback=False, verbose=False)], logger=logger)
+
+    assert {tag for _, row in logger.rows for tag in row} >= TAGS
+
+
+def test_the_file_of_hyperparameters_that_csv_keeps_stays_the_users(tmp_path):
+    class Tuned(Regression):
+        def __init__(self, width=3):
+            super().__init__()
+            self.save_hyperparameters()
+
+    logger = pl.loggers.CSVLogger(tmp_path)
+    train(Tuned, [CompileProfiler(backend="eager", verbose=False)], logger=logger, max_steps=10)
+
+    assert (Path(logger.log_dir) / "hparams.yaml").read_text() == "width: 3\n"

@@ -329,7 +329,7 @@ def test_validation_is_compiled_too_when_asked_for():
 
 
 def test_windows_of_real_steps_end_where_an_optimizer_has_stepped():
-    profiler = CompileProfiler(**{**OPTIONS, "backend": sleepy(0.002)}, end_to_end="windows")
+    profiler = CompileProfiler(**{**OPTIONS, "backend": sleepy(0.02)}, end_to_end="windows")
     run(AccumulatesAndDrops, [profiler], max_steps=100)
 
     assert profiler.report.end_to_end.method == "windows"
@@ -369,12 +369,12 @@ def test_a_pair_is_made_only_where_an_optimizer_has_just_stepped():
 
 
 def test_a_backend_that_sleeps_is_called_no_gain_and_the_run_ends_in_eager():
-    profiler = CompileProfiler(backend=sleepy(0.003), verbose=False)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False)
     module, _ = train(Manual, [profiler], max_steps=60)
     report = profiler.report
 
     assert (report.verdict.decision, report.verdict.reason) == ("eager", "no_gain")
-    assert 0.0025 < report.time.compiled_s - report.time.eager_s < 0.02
+    assert 0.015 < report.time.compiled_s - report.time.eager_s < 0.1
     assert not {"training_step", "log", "_compiled_call_impl"} & set(vars(module))
 
 
@@ -383,7 +383,7 @@ class SlowInEager(nn.Linear):
 
     def forward(self, x):
         if not torch.compiler.is_compiling():
-            time.sleep(0.02)
+            time.sleep(0.05)
         return super().forward(x)
 
 
@@ -394,12 +394,12 @@ class ManualSlowInEager(Manual):
 
 
 def test_a_planted_gain_is_kept():
-    profiler = CompileProfiler(backend=sleepy(0.008), verbose=False, pair_every_n_steps=2)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False, pair_every_n_steps=2)
     train(ManualSlowInEager, [profiler], max_steps=40)
     report = profiler.report
 
     assert (report.verdict.decision, report.verdict.reason) == ("compiled", "gain")
-    assert 1.5 < report.speedup.median < 1.1 * 0.02 / 0.008
+    assert 1.5 < report.speedup.median < 1.1 * 0.05 / 0.02
 
 
 def test_wrong_gradients_of_a_compiled_network_are_drift_although_the_step_zeroes_them():

@@ -25,13 +25,13 @@ class SlowInEager(Regression):
 
 
 def test_a_backend_that_sleeps_is_called_no_gain_and_the_run_ends_in_eager():
-    profiler = CompileProfiler(backend=sleepy(0.003), verbose=False)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False)
     train(Regression, [profiler])
     report = profiler.report
 
     assert (report.verdict.decision, report.verdict.reason) == ("eager", "no_gain")
     assert report.speedup.high < 1
-    assert 0.0025 < report.time.compiled_s - report.time.eager_s < 0.02
+    assert 0.015 < report.time.compiled_s - report.time.eager_s < 0.1
     assert report.time.saved_s < 0
     assert report.time.break_even_step is None
 
@@ -41,7 +41,7 @@ def test_after_no_gain_the_compiled_code_is_not_called_again():
 
     def backend(graph, example_inputs):
         def run(*inputs):
-            calls.append(time.sleep(0.003))
+            calls.append(time.sleep(0.02))
             return graph.forward(*inputs)
 
         return run
@@ -95,7 +95,7 @@ def test_a_backend_that_changes_nothing_is_not_called_a_gain():
 
 
 def test_without_fallback_the_reason_is_reported_and_the_run_stays_compiled():
-    profiler = CompileProfiler(backend=sleepy(0.003), verbose=False, fallback=False)
+    profiler = CompileProfiler(backend=sleepy(0.02), verbose=False, fallback=False)
     train(Regression, [profiler])
 
     assert (profiler.report.verdict.decision, profiler.report.verdict.reason) == ("compiled", "no_gain")

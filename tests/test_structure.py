@@ -36,47 +36,49 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "hooks": (set(), {"torch"}),
     "cells": ({"hooks"}, {"torch", "numpy"}),
     "sandbox": ({"cells", "hooks"}, {"torch", "numpy"}),
-    "arms": ({"hooks"}, {"torch", "numpy", "torchmetrics"}),
+    "own_code": (set(), {"torch"}),
+    "arms": ({"hooks", "own_code"}, {"torch", "numpy", "torchmetrics"}),
     "manual": ({"sandbox", "arms"}, {"torch"}),
-    "guard": ({"sandbox", "arms", "manual"}, {"torch"}),
-    "group": ({"meeting"}, {"torch"}),
     "reducer": (set(), {"torch"}),
+    "guard": ({"sandbox", "arms", "manual", "reducer"}, {"torch"}),
+    "group": ({"meeting"}, {"torch"}),
     "targets": ({"arms"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
     "causes": ({"records"}, set()),
     "observe": ({"records", "places", "causes"}, {"torch"}),
-    "host": ({"records"}, {"torch", *LIGHTNING}),
+    "machine": ({"advice"}, {"torch"}),
+    "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
     "step_door": ({"arms", "manual", "guard", "reducer", "host"}, {"torch"}),
     # one batch in, one sample out
     "probe": ({"records", "drift", "clock", "hooks", "sandbox", "arms"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
-    "export": ({"records", "scalars", "render", "host"}, set()),
+    "loggers": ({"arms"}, set()),
+    "export": ({"records", "scalars", "render", "host", "loggers"}, set()),
     "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
     "comparison": ({"records", "render"}, {"rich"}),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
-    "doctor": ({"advice", "observe"}, {"torch"}),
-    "cli": ({"render", "runs_on_disk", "comparison", "page", "doctor"}, {"click", "rich"}),
-    "__main__": ({"cli"}, set()),
+    "doctor": ({"advice", "machine"}, {"torch"}),
     # one fit: what is due, what follows
     "arguments": ({"verdict", "arms"}, set()),
     "pairs": (
-        {"records", "meeting", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"},
+        {"records", "notices", "meeting", "windows", "sandbox", "arms", "guard", "host", "step_door", "probe"},
         {"torch"},
     ),
     "rig": (
-        {"records", "drift", "advice", "clock", "arms", "guard", "host", "step_door", "probe", "arguments", "pairs"},
+        {"records", "drift", "advice", "notices", "clock", "arms", "guard", "machine", "host", "step_door", "probe"}
+        | {"arguments", "pairs"},
         set(),
     ),
     "first_steps": ({"notices", "meeting", "reducer", "rig"}, set()),
     "judgement": (
-        {"records", "verdict", "advice", "ledger", "meeting", "targets", "observe", "host"},
+        {"records", "verdict", "advice", "ledger", "meeting", "notices", "targets", "observe", "machine"},
         {"torch"},
     ),
     "account": ({"records", "ledger", "notices", "windows", "observe", "host"}, set()),
     "session": (
         {"records", "ledger", "checkpoint", "meeting", "group", "clock", "windows", "arms", "observe", "host"}
-        | {"export", "arguments", "rig", "first_steps", "judgement", "account", "targets"},
+        | {"export", "arguments", "machine", "rig", "first_steps", "judgement", "account", "targets"},
         set(),
     ),
     # Lightning says when; it comes in through the host
@@ -84,11 +86,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"records", "verdict", "checkpoint", "arms", "host", "render", "export", "arguments", "session"},
         set(),
     ),
+    # a user's module and a batch: what compiling does to them
+    "lookup": (set(), set()),
+    "bench_run": ({"arms", "host", "callback", "lookup", "render"}, {"torch"}),
+    "bench": ({"records", "export", "bench_run"}, set()),
+    "cli": (
+        {"render", "runs_on_disk", "comparison", "page", "doctor", "bench", "lookup"},
+        {"click", "rich"},
+    ),
+    "__main__": ({"cli"}, set()),
     "__init__": ({"records", "callback"}, set()),
 }
 LIGHTNING_DOORS = {"host"}
-DYNAMO_DOORS = {"observe", "arms"}
-COMPILER_INTERNALS = ("torch._dynamo", "torch._inductor", "torch._functorch")
+DYNAMO_DOORS = {"observe", "own_code", "arms", "machine"}
+COMPILER_INTERNALS = ("torch._dynamo", "torch._C._dynamo", "torch._inductor", "torch._functorch")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch._dynamo import OptimizedModule
 from torchmetrics import Metric, MetricCollection
 
 from compile_profiler.hooks import HookWatch
+from compile_profiler.own_code import OwnCode
 
 Call = Callable[..., Any]
 
@@ -85,24 +86,21 @@ def called_once(module: nn.Module, hook: str, call: Call) -> Iterator[None]:
     hook around it see the module as its author wrote it.
     """
     held = vars(module)
-    before = held.get(hook, _MISSING)
-
-    def take_off() -> None:
-        if held.get(hook) is stand_in:
-            if before is _MISSING:
-                del held[hook]
-            else:
-                held[hook] = before
+    given_back = {hook: held[hook]} if hook in held else {}
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        take_off()
+        if held.get(hook) is stand_in:
+            del held[hook]
+            held.update(given_back)
         return call(*args, **kwargs)
 
     held[hook] = stand_in
     try:
         yield
     finally:
-        take_off()
+        if held.get(hook) is stand_in:
+            del held[hook]
+            held.update(given_back)
 
 
 class DeferredLogs:
@@ -126,15 +124,18 @@ class DeferredLogs:
 
         self.stand_ins = {name: remember(name) for name in ("log", "log_dict")}
 
-    def replay(self, module: Any) -> None:
-        """Hand everything remembered to the module's real ``log`` and ``log_dict``, in order."""
+    def taken(self, module: Any) -> list[Call]:
+        """Everything remembered, as calls of the module's real ``log`` and ``log_dict``, in order."""
         entries = list(self.entries)
         self.entries.clear()
-        for name, args, kwargs in entries:
-            getattr(module, name)(
+        return [
+            functools.partial(
+                getattr(module, name),
                 *[_given_back(value) for value in args],
                 **{key: _given_back(value) for key, value in kwargs.items()},
             )
+            for name, args, kwargs in entries
+        ]
 
 
 def _copied(value: Any, graph: bool) -> Any:
@@ -219,11 +220,13 @@ class CompiledArm:
         self._is_broken = False
         self._watch = HookWatch(module)
         self.logs = DeferredLogs()
+        self._own_code = OwnCode()
         self._compile()
 
     def _compile(self) -> None:
         """Compile the target as the module is now."""
         module = self._module
+        self._own_code.free()
         self._steps: dict[str, Call] = {}
         self._in_place: list[tuple[nn.Module, Call]] = []
         self.compiled_names: list[str] = []
@@ -251,7 +254,7 @@ class CompiledArm:
         method = getattr(self._module, hook)
         function = getattr(method, "__func__", None)
         if isinstance(function, types.FunctionType) and method.__self__ is self._module:
-            return functools.partial(torch.compile(_own_code(function), **self._options), self._module)
+            return functools.partial(torch.compile(self._own_code.of(function), **self._options), self._module)
         return torch.compile(method, **self._options)
 
     def _compile_in_place(self, found: Mapping[str, nn.Module], *, shared: bool) -> None:
@@ -263,7 +266,7 @@ class CompiledArm:
             kind = type(submodule) if shared else name
             if kind not in by_class:
                 inside = _call_module if self._on_error is None else _forward_of
-                by_class[kind] = torch.compile(_own_code(inside), **self._options)
+                by_class[kind] = torch.compile(self._own_code.of(inside), **self._options)
             compiled: Call = functools.partial(by_class[kind], submodule)
             if self._on_error is not None:
                 compiled = self._or_eager(compiled, functools.partial(_forward_of, submodule), self._on_error)
@@ -308,6 +311,7 @@ class CompiledArm:
         self._in_place.clear()
         self._patches.clear()
         self.logs.entries.clear()
+        self._own_code.free()
 
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -334,21 +338,6 @@ def _compiled_by_user(module: nn.Module) -> dict[str, Call]:
         return {}
     # Tracing takes the way to the class's forward, past _compiled_call_impl, unless the object has one of its own.
     return {"forward": module.forward, "_compiled_call_impl": _outside_the_graph(theirs)}
-
-
-def _own_code(function: Call) -> Call:
-    """The same function with a code object of its own.
-
-    Dynamo keeps compiled entries and the recompile limit by code object; without this a second fit, a second arm or
-    another model of the same class would start with the first one's budget used (torch 2.13 has
-    ``isolate_recompiles``, earlier versions nothing).
-    """
-    assert isinstance(function, types.FunctionType)
-    code = function.__code__.replace()
-    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    own.__kwdefaults__ = function.__kwdefaults__
-    own.__qualname__, own.__module__ = function.__qualname__, function.__module__
-    return own
 
 
 def submodules(module: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:

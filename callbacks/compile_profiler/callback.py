@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import functools
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec
 
 from compile_profiler import arms, host
 from compile_profiler.arguments import EndToEndMethod, Target, checked
 from compile_profiler.checkpoint import KEY
 from compile_profiler.export import Export
-from compile_profiler.records import Report
+from compile_profiler.records import Report, Verdict
 from compile_profiler.render import print_table
 from compile_profiler.session import Session
 from compile_profiler.verdict import DriftPolicy
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def _guarded(
+    hook: Callable[Concatenate[CompileProfiler, _Arguments], None], *, raises: tuple[type[Exception], ...] = ()
+) -> Callable[Concatenate[CompileProfiler, _Arguments], None]:
+    """The hook behind a door that no error of our own passes: such an error ends measuring, never the run.
+
+    Args:
+        hook: a hook of the callback.
+        raises: what it tells the user about their own input.
+    """
+
+    @functools.wraps(hook)
+    def run(self: CompileProfiler, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            hook(self, *args, **kwargs)
+        except raises:
+            raise
+        except Exception as error:
+            self._give_up(error)
+
+    return run
 
 
 class CompileProfiler(host.Callback):
@@ -116,25 +143,34 @@ class CompileProfiler(host.Callback):
             verbose=verbose,
         )
         self._session: Session | None = None
+        self._export: Export | None = None  # from the start of fit to its end
+        self._unseen = False  # a table that nobody has seen
         self._report = Report()
-        self._directory = Path()
+        self._directory: Path | None = None
+        self._gave_up = False  # an error of our own has ended the fit's measuring
         self._earlier: dict[str, Any] | None = None  # of the fit before, for a checkpoint or from one
 
     @property
     def report(self) -> Report:
         """Everything known about the fit at hand, or about the last one."""
-        return self._session.report() if self._session is not None else self._report
+        try:
+            return self._session.report() if self._session is not None else self._report
+        except Exception as error:
+            self._give_up(error)
+            return self._report
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the fit at hand: a copy of the callback, or of a module with its trainer, starts afresh."""
-        return {**self.__dict__, "_session": None, "_report": self.report}
+        return {**self.__dict__, "_session": None, "_export": None, "_report": self.report}
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
+    @functools.partial(_guarded, raises=(ValueError,))
     def setup(self, trainer: host.Trainer, pl_module: host.LightningModule, stage: str) -> None:
         """Check what can be checked before the first step."""
         if stage != "fit":
             return
+        self._gave_up = False
         if sum(isinstance(callback, CompileProfiler) for callback in trainer.callbacks) > 1:
             raise ValueError(
                 "the Trainer has more than one CompileProfiler; a module can be compiled by one. Keep one."
@@ -146,21 +182,31 @@ class CompileProfiler(host.Callback):
         self._report = Report()
         self._earlier = None
 
+    @_guarded
+    def on_fit_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Say what is compiled how, before Lightning logs the user's hyperparameters."""
+        assert self._directory is not None
+        self._export = Export(trainer, self._directory, log=self._settings.log, verbose=self._settings.verbose)
+        self._export.describe(self._settings.config)
+
+    @_guarded
     def on_sanity_check_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """Compile before the first validation step if validation is to be compiled."""
         if "validate" in self._settings.stages:
             self._start(trainer, pl_module)
 
+    @_guarded
     def on_train_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """Compile, once weights are restored and tuners are done."""
         self._start(trainer, pl_module)
 
     def _start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
-        if self._session is None:
-            export = Export(trainer, self._directory, log=self._settings.log, verbose=self._settings.verbose)
-            self._session = Session(self._settings, trainer, pl_module, export)
+        if self._session is None and not self._gave_up:
+            assert self._export is not None
+            self._session = Session(self._settings, trainer, pl_module, self._export, on_trouble=self._give_up)
             self._session.start(self._earlier)
 
+    @_guarded
     def on_train_batch_start(
         self, trainer: host.Trainer, pl_module: host.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -168,6 +214,7 @@ class CompileProfiler(host.Callback):
         if self._session is not None:
             self._session.on_step_start()
 
+    @_guarded
     def on_train_batch_end(
         self, trainer: host.Trainer, pl_module: host.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -175,10 +222,12 @@ class CompileProfiler(host.Callback):
         if self._session is not None:
             self._session.on_step_end()
 
+    @_guarded
     def on_validation_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """Validation leaves caches and clocks in another state than training does."""
         self._disturb()
 
+    @_guarded
     def on_validation_batch_end(
         self,
         trainer: host.Trainer,
@@ -192,6 +241,7 @@ class CompileProfiler(host.Callback):
         if self._session is not None:
             self._session.on_validation_step_end()
 
+    @_guarded
     def on_save_checkpoint(
         self, trainer: host.Trainer, pl_module: host.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -202,6 +252,7 @@ class CompileProfiler(host.Callback):
             checkpoint[KEY] = self._earlier
         self._disturb()
 
+    @_guarded
     def on_load_checkpoint(
         self, trainer: host.Trainer, pl_module: host.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -209,6 +260,7 @@ class CompileProfiler(host.Callback):
         if self._session is None:
             self._earlier = checkpoint.get(KEY, self._earlier)
 
+    @_guarded
     def on_train_epoch_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """And so does a new epoch, with its loader's workers."""
         self._disturb()
@@ -217,22 +269,50 @@ class CompileProfiler(host.Callback):
         if self._session is not None:
             self._session.on_disturbance()
 
+    @_guarded
     def on_train_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
-        """Take everything off the module, write the report, show it."""
+        """Take everything off the module, write the report."""
+        self._unseen = self._settings.verbose and trainer.is_global_zero and self._session is not None
         self._close(orderly=True)
-        if self._settings.verbose and trainer.is_global_zero:
-            print_table(self._report)
 
+    @_guarded
+    def on_fit_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
+        """Show the report, now that the progress bars are done."""
+        if self._unseen:
+            print_table(self._report)
+        self._unseen = False
+
+    @_guarded
     def on_exception(self, trainer: host.Trainer, pl_module: host.LightningModule, exception: BaseException) -> None:
         """Take everything off the module, write the report."""
         self._close()
+        self._export = None
 
+    @_guarded
     def teardown(self, trainer: host.Trainer, pl_module: host.LightningModule, stage: str) -> None:
         """The same where neither of the two was called."""
         self._close()
+        if self._export is not None:
+            self._export.describe_late(self._settings.config, self._report)
+            self._export = None
 
     def _close(self, *, orderly: bool = False) -> None:
         if self._session is not None:
             self._report = self._session.finish(orderly=orderly)
             self._earlier = self._session.for_checkpoint()
             self._session = None
+
+    def _give_up(self, error: Exception) -> None:
+        """After an error of our own: everything off, said once; the run goes on as without the callback."""
+        if self._gave_up:
+            return
+        session, self._session, self._gave_up = self._session, None, True
+        what = f"{type(error).__name__}: {error}"
+        message = f"The profiler itself failed and has taken itself off: {what}"
+        if session is not None:
+            self._report = session.abandon(message)
+        elif self._report == Report():  # before the first step; afterwards the report is that of the finished fit
+            self._report = Report(verdict=Verdict(decision="eager", reason="disabled", message=message))
+        told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        with suppress(Exception):  # warnings that are errors: there is nobody left to tell
+            host.warn(f"{message}; training goes on without it. Please report this:\n{told}")

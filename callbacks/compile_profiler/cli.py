@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from compile_profiler.comparison import caveats, comparison, short_names
+from compile_profiler.bench import BENCH_FILE_NAME, DYNAMIC, Outcome, configurations, measure, write
+from compile_profiler.comparison import blame, caveats, comparison, short_names
 from compile_profiler.doctor import examine, obstacle
+from compile_profiler.lookup import arguments
 from compile_profiler.page import page
 from compile_profiler.render import one_line, print_grid, print_table
 from compile_profiler.runs_on_disk import Run, curves_beside, read_run
 
+_COLUMNS = 3  # of a table: more do not fit beside each other in 100 characters
 _RUN = click.Path(path_type=Path)  # what is there is read_run's business: one place, one wording
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="lightning-compile-profiler")
 def main() -> None:
-    """Look at runs of CompileProfiler.
+    """Look at runs of CompileProfiler, or make one of a module and a batch.
 
     RUN is a compile_profile.json, a TensorBoard event file, or a folder that holds one at any depth.
     """
@@ -81,6 +85,73 @@ def doctor(context: click.Context, timeout: float) -> None:
     why_not = obstacle(findings)
     click.echo("This machine can compile." if why_not is None else f"This machine cannot compile. {why_not}")
     context.exit(0 if why_not is None else 1)
+
+
+@main.command()
+@click.argument("module", metavar="FILE.py:CLASS")
+@click.option("--init", multiple=True, metavar="KEY=VALUE", help="An argument of CLASS; may be repeated.")
+@click.option("--batch", metavar="FILE.py:NAME", help="A batch, a loader, or a function that returns one of them.")
+@click.option("--num-batches", default=1, show_default=True, type=click.IntRange(1), help="Of a loader, in turn.")
+@click.option(
+    "--target", "targets", multiple=True, default=["step"], help="step, forward, blocks, or names with commas."
+)
+@click.option("--backend", "backends", multiple=True, default=["inductor"], help="As in torch.compile.")
+@click.option("--mode", "modes", multiple=True, default=["default"], help="As in torch.compile.")
+@click.option("--dynamic", "dynamics", multiple=True, default=["auto"], type=click.Choice(list(DYNAMIC)))
+@click.option("--fullgraph", is_flag=True, help="As in torch.compile.")
+@click.option("--steps", default=100, show_default=True, type=click.IntRange(1), help="Training steps of each.")
+@click.option("--device", default="auto", show_default=True, help="As Trainer(accelerator=...) has it.")
+@click.option("--precision", default="32-true", show_default=True, help="As Trainer(precision=...) has it.")
+@click.option("-o", "--output", type=_RUN, default="compile_bench", show_default=True, metavar="FOLDER")
+@click.pass_context
+def bench(
+    context: click.Context,
+    /,
+    module: str,
+    init: tuple[str, ...],
+    output: Path,
+    targets: tuple[str, ...],
+    backends: tuple[str, ...],
+    modes: tuple[str, ...],
+    dynamics: tuple[str, ...],
+    fullgraph: bool,
+    **plan: Any,
+) -> None:
+    """Measure a LightningModule on a sample batch, in every configuration asked for.
+
+    FILE.py:CLASS, or PACKAGE.MODULE:CLASS, is a LightningModule or a function that returns one. Without --batch its own
+    train_dataloader is asked, or else its example_input_array is the batch. --target, --backend, --mode and --dynamic
+    may be repeated: every combination is measured, each in a process of its own with empty compile caches.
+    """
+    with _one_line_errors():
+        asked = configurations(targets=targets, backends=backends, modes=modes, dynamics=dynamics, fullgraph=fullgraph)
+        outcomes = []
+        for outcome in measure(asked, folder=output, tell=_tell, module=module, init=arguments(init), **plan):
+            outcomes.append(outcome)
+            if outcome.report is not None:
+                _tell(f"{len(outcomes)}/{len(asked)} {outcome.name}: {one_line(outcome.report.verdict.message)}")
+        write(outcomes, output / BENCH_FILE_NAME, module=module)
+    _print_bench([outcome for outcome in outcomes if outcome.report is not None], output)
+    context.exit(
+        next((outcome.exit_code if outcome.exit_code == 2 else 1 for outcome in outcomes if outcome.exit_code), 0)
+    )
+
+
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _print_bench(outcomes: Sequence[Outcome], folder: Path) -> None:
+    names = [outcome.name for outcome in outcomes]
+    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
+    for first in range(0, len(names), _COLUMNS):
+        some = slice(first, first + _COLUMNS)
+        print_grid(comparison(names[some], reports[some]))
+    hindrances = blame(names, reports)
+    if hindrances.row_count:
+        print_grid(hindrances)
+    if names:
+        click.echo(f"Written: {one_line(str(folder / BENCH_FILE_NAME))}, and a report for each in its folder.")
 
 
 def _read(path: Path) -> Run:

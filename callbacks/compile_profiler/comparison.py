@@ -10,8 +10,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from compile_profiler.records import Drift, EndToEnd, Report, Speedup
-from compile_profiler.render import STYLES, UNKNOWN, interval, known, one_line, ratio, seconds, small
+from compile_profiler.records import Drift, EndToEnd, Memory, Report, Speedup
+from compile_profiler.render import STYLES, UNKNOWN, event_cells, interval, known, one_line, ratio, seconds, size, small
 
 _SURROUNDINGS = ("device", "torch", "lightning", "precision", "strategy", "world_size")
 _CONFIG = ("target", "backend", "mode", "dynamic", "fullgraph", "options")
@@ -21,7 +21,7 @@ def comparison(names: Sequence[str], reports: Sequence[Report]) -> Table:
     """One column for each report, one row for each figure; settings that no report has switched on are left out.
 
     >>> comparison(["a", "b"], [Report(), Report()]).row_count
-    19
+    20
     """
     grid = Table(title="CompileProfiler", box=SIMPLE)
     grid.add_column(style="bold", no_wrap=True)
@@ -62,6 +62,27 @@ def caveats(reports: Sequence[Report]) -> list[str]:
     return found
 
 
+def blame(names: Sequence[str], reports: Sequence[Report]) -> Table:
+    """What stood in the compiler's way, place by place: a row for each, with the names of the runs that met it.
+
+    >>> blame(["a"], [Report()]).row_count
+    0
+    """
+    met: dict[tuple[str, ...], list[str]] = {}
+    for name, report in zip(names, reports, strict=True):
+        hindrances = [event for event in report.compiles.events if event.kind != "graph"]
+        for event, cells in zip(hindrances, event_cells(hindrances), strict=True):
+            kind, where, function, *_, detail = cells
+            met.setdefault((kind, f"{where}, {function}", event.hint or detail), []).append(name)
+    grid = Table(title="What stood in the compiler's way", box=SIMPLE)
+    for what in ("kind", "where", "what to do", "in"):
+        grid.add_column(what, overflow="fold")
+    for row, meeting in met.items():
+        runs = "all" if len(meeting) == len(names) > 1 else ", ".join(meeting)
+        grid.add_row(*(Text(one_line(cell)) for cell in (*row, runs)))
+    return grid
+
+
 def short_names(files: Sequence[Path]) -> list[str]:
     """The folders of ``files`` without what all of them have in common.
 
@@ -90,6 +111,7 @@ def _figures(report: Report) -> dict[str, str]:
         "net saved": known(time.saved_s, seconds),
         "loss drift": known(report.drift.loss_rel, small),
         "gradient drift": _gradient_drift(report.drift),
+        "peak memory": _peak_memory(report.memory),
         "graphs": f"{compiles.graphs:,}",
         "recompiles": f"{compiles.recompiles:,}",
         "graph breaks": f"{compiles.graph_breaks:,}",
@@ -111,6 +133,11 @@ def _speedup_of_step(end_to_end: EndToEnd) -> str:
 
 def _with_interval(shown: str, between: str | None) -> str:
     return shown if between is None else f"{shown} ({between})"
+
+
+def _peak_memory(memory: Memory) -> str:
+    compiled, eager = (known(size_b, size) for size_b in (memory.compiled_peak_bytes, memory.eager_peak_bytes))
+    return compiled if eager == compiled else f"{compiled}, eager {eager}"
 
 
 def _gradient_drift(drift: Drift) -> str:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
+from compile_profiler import machine
 from compile_profiler.advice import advice
-from compile_profiler.observe import cache_folder, disabled
+from compile_profiler.machine import Finding, cache_folder, disabled, system
 
 SETTINGS = (
     "CXX",
@@ -28,7 +26,6 @@ SETTINGS = (
 )
 _CACHE = "compile cache"
 _TRIED = "compiling for"
-_COMPILERS = ("cl",) if sys.platform == "win32" else ("clang++",) if sys.platform == "darwin" else ("g++", "clang++")
 # The function adds 1 only where the compiler has traced it: torch may fall back to eager without a word.
 _TRIAL = """
 import sys, torch
@@ -40,20 +37,6 @@ x = torch.zeros(64, device=sys.argv[1])
 if torch.compile(traced)(x).sum().item() != 64:
     sys.exit("torch.compile ran the function in eager.")
 """
-
-
-class Finding(NamedTuple):
-    """One thing that compiling depends on.
-
-    Attributes:
-        what: its name.
-        found: what is there, for people.
-        fine: ``False`` if compiling may fail for it, ``None`` where it is only told.
-    """
-
-    what: str
-    found: str
-    fine: bool | None = None
 
 
 def examine(*, max_seconds: float) -> Iterator[Finding]:
@@ -71,9 +54,8 @@ def examine(*, max_seconds: float) -> Iterator[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     yield _gpu()
     yield _cxx()
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    yield Finding("Python headers", str(headers) if headers.exists() else f"no {headers}", headers.exists())
-    yield _openmp()
+    yield machine.headers()
+    yield machine.openmp()
     yield _cache(cache_folder())
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
     yield Finding("settings", ", ".join(settings) or "none in the environment")
@@ -123,7 +105,7 @@ def trial(device: str, *, max_seconds: float, environment: Mapping[str, str]) ->
     if done.returncode == 0:
         return Finding(what, "works", True)
     last_line = (done.stderr.strip() or f"ended with {done.returncode}").splitlines()[-1]
-    return Finding(what, advice(RuntimeError(done.stderr)) or last_line, False)
+    return Finding(what, advice(RuntimeError(done.stderr), system()) or last_line, False)
 
 
 def _version(packages: tuple[str, ...]) -> str:
@@ -138,34 +120,18 @@ def _version(packages: tuple[str, ...]) -> str:
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("GPU", "none")
-    major, minor = torch.cuda.get_device_capability()
-    told = f"{torch.cuda.get_device_name()}, capability {major}.{minor}"
-    return Finding("GPU", told, torch.version.hip is not None or major >= 7)
-
-
-def _cxx_command() -> str | None:
-    wanted = [os.environ["CXX"]] if "CXX" in os.environ else _COMPILERS
-    return next((path for path in map(shutil.which, wanted) if path is not None), None)
+    found = machine.gpu(torch.cuda.get_device_capability(), rocm=torch.version.hip is not None)
+    return found._replace(found=f"{torch.cuda.get_device_name()}, {found.found}")
 
 
 def _cxx() -> Finding:
-    command = _cxx_command()
-    if command is None:
-        return Finding("C++ compiler", os.environ.get("CXX", " or ".join(_COMPILERS)) + " not found", False)
+    """With its version, as only running it gives."""
+    compiler = machine.cxx()
+    if not compiler.fine:
+        return compiler
+    command = compiler.found
     version = _output([command] if sys.platform == "win32" else [command, "--version"])
-    return Finding("C++ compiler", f"{command}: {version or 'does not start'}", version is not None)
-
-
-def _openmp() -> Finding:
-    """Looked for only, which takes milliseconds: the trial says whether it can be linked."""
-    command = _cxx_command()
-    if command is None or sys.platform != "linux":
-        return Finding("OpenMP", "not looked for")
-    with tempfile.TemporaryDirectory(prefix="compile-profiler-") as folder:
-        source = Path(folder) / "openmp.cpp"
-        source.write_text("#include <omp.h>\n")
-        found = _output([command, "-fopenmp", "-E", "-P", "-o", os.devnull, str(source)]) is not None
-    return Finding("OpenMP", "omp.h found" if found else "no omp.h", found)
+    return compiler._replace(found=f"{command}: {version or 'does not start'}", fine=version is not None)
 
 
 def _cache(folder: Path) -> Finding:
@@ -177,7 +143,7 @@ def _cache(folder: Path) -> Finding:
         with tempfile.TemporaryFile(dir=there):
             return Finding(_CACHE, told, True)
     except OSError as error:
-        return Finding(_CACHE, f"{told}. {advice(error) or error}", False)
+        return Finding(_CACHE, f"{told}. {advice(error, system()) or error}", False)
 
 
 def _output(command: list[str]) -> str | None:

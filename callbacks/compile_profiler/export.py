@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from compile_profiler import host
+from compile_profiler import host, loggers
 from compile_profiler.records import Report
 from compile_profiler.render import events_markdown, verdict_markdown
-from compile_profiler.scalars import EVENTS_TAG, VERDICT_TAG, layout, scalars
+from compile_profiler.scalars import EVENTS_TAG, SCALARS, VERDICT_TAG, described, layout, scalars
 
 FILE_NAME = "compile_profile.json"
 
@@ -28,23 +30,58 @@ class Export:
         self._file = directory / FILE_NAME
         self._logs = log and bool(trainer.loggers) and not trainer.barebones
         self._laid_out = False
+        self._sent: dict[tuple[Callable[..., None], str], str] = {}  # texts by door and tag
+        self._milestone: tuple[str, str] | None = None
         self._verbose = verbose and trainer.is_global_zero
         self._writes = bool(trainer.is_global_zero)
 
-    def log(self, report: Report, step: int) -> None:
-        """Scalars and texts to every logger, at the x-axis number ``step``."""
+    def describe(self, config: Mapping[str, Any]) -> None:
+        """Before Lightning logs the user's hyperparameters: what is compiled how, where runs are compared by it."""
+        theirs = host.logged_hyperparameters(self._trainer)
+        tags = [scalar.tag for scalar in SCALARS]
+        self._deliver(lambda to: loggers.describe(to, described(config), tags, theirs), "the configuration")
+
+    def describe_late(self, config: Mapping[str, Any], report: Report) -> None:
+        """After the fit: the same for a run that nobody has described."""
+        if self._laid_out:
+            self._deliver(lambda to: loggers.describe_late(to, described(config), scalars(report)), "the configuration")
+
+    def log(self, report: Report, step: int, *, last: bool = False) -> None:
+        """Scalars to every logger at the x-axis number ``step``, and the texts that have changed.
+
+        Args:
+            report: what is known.
+            step: where.
+            last: whether nothing follows in this fit.
+        """
+        self._logs = self._deliver(lambda to: self._send(to, report, step, last), "the scalars, nothing more is logged")
+
+    def _send(self, to: loggers.Loggers, report: Report, step: int, last: bool) -> None:
+        if not self._laid_out:
+            loggers.lay_out(to, layout())
+            self._laid_out = True
+        loggers.send_scalars(to, scalars(report), step)
+        milestone = (report.verdict.decision, report.verdict.reason)
+        doors = [loggers.show_text]
+        if last or milestone != self._milestone:
+            doors.append(loggers.file_text)
+        self._milestone = milestone
+        for tag, text in ((VERDICT_TAG, verdict_markdown(report)), (EVENTS_TAG, events_markdown(report))):
+            for door in doors:
+                if self._sent.get((door, tag)) != text:
+                    door(to, tag, text, step)
+                    self._sent[door, tag] = text
+
+    def _deliver(self, send: Callable[[loggers.Loggers], None], what: str) -> bool:
+        """Whether the loggers took it; a refusal costs a warning."""
         if not self._logs:
-            return
+            return False
         try:
-            if not self._laid_out:
-                host.log_layout(self._trainer, layout())
-                self._laid_out = True
-            host.log_scalars(self._trainer, scalars(report), step)
-            host.log_text(self._trainer, VERDICT_TAG, verdict_markdown(report), step)
-            host.log_text(self._trainer, EVENTS_TAG, events_markdown(report), step)
+            send(self._trainer.loggers)
         except Exception as error:
-            self._logs = False
-            host.warn(f"a logger refused the scalars, nothing more is logged: {type(error).__name__}: {error}")
+            host.warn(f"a logger refused {what}: {type(error).__name__}: {error}")
+            return False
+        return True
 
     def write(self, report: Report) -> None:
         """The report as JSON; a reader never sees half a file."""

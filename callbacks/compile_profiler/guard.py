@@ -6,15 +6,16 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from compile_profiler.arms import CompiledArm
+from compile_profiler.arms import Call, CompiledArm
 from compile_profiler.manual import OwnSteps
+from compile_profiler.reducer import reached
 from compile_profiler.sandbox import GENERATORS, RandomState, Snapshot
 
 RECENT_CALLS = 50
@@ -37,6 +38,7 @@ class Guard:
         module: the LightningModule.
         arm: the compiled arm.
         on_failure: called with the error after the batch has been trained in eager.
+        on_trouble: called with an error of our own in doing so.
         own_steps: the optimizers that the step moves itself; such a step is retried as a whole, backward included.
         shares: whether other processes wait for each gradient, which must reach them once.
         retries: whether a step may run again as a whole; if not, the arm itself has to fall back.
@@ -49,6 +51,8 @@ class Guard:
         module: nn.Module,
         arm: CompiledArm,
         on_failure: Callable[[Exception], None],
+        on_trouble: Callable[[Exception], None],
+        *,
         own_steps: OwnSteps | None = None,
         shares: bool = False,
         retries: bool = True,
@@ -56,6 +60,7 @@ class Guard:
         self._module = module
         self._arm = arm
         self._on_failure = on_failure
+        self._on_trouble = on_trouble
         self._own_steps = own_steps
         self._shares = shares
         self._retries = retries
@@ -83,7 +88,8 @@ class Guard:
             return getattr(self._module, hook)(*args, **kwargs)
         if not self._retries:
             output = self._arm.call(hook, *args, **kwargs)
-            self._arm.logs.replay(self._module)
+            for log in self._arm.logs.taken(self._module):
+                log()
             return output
         try:
             began_s = time.perf_counter()
@@ -94,48 +100,76 @@ class Guard:
             output = self._arm.call(hook, *args, **kwargs)
             ended_s = time.perf_counter()
             self._in_steps_s.append(ended_s - kept_s)
-            self._learn()
+            logs: list[Call] = []
+            try:
+                logs = self._arm.logs.taken(self._module)
+                self._learn()
+            except Exception as error:
+                if self._own_steps is None:
+                    raise
+                self._on_trouble(error)  # the optimizers have moved: the step is done
             self._seconds += kept_s - began_s + time.perf_counter() - ended_s
-            self._arm.logs.replay(self._module)
+            for log in logs:
+                log()
         except Exception as error:
-            failure = _without_frames(error)
+            failure = error
         else:
             self._call = (hook, args, kwargs)
             return output
         # Outside the except block, so that an error of the user's own carries no foreign __context__.
-        self._rewind()
-        with nullcontext() if self._own_steps is None else self._own_steps.again():
+        retry, trouble = ExitStack(), None
+        try:
+            self._rewind_from(failure)
+            if self._own_steps is not None:
+                retry.enter_context(self._own_steps.again())
+        except Exception as error:
+            trouble = error
+        with retry:
             output = getattr(self._module, hook)(*args, **kwargs)
-        self._on_failure(failure)
+        self._settle(failure, trouble)
         return output
 
-    def backward(self, run: Callable[..., None], loss: Tensor, eager_loss: Callable[..., Tensor]) -> None:
+    def backward(
+        self, run: Call, loss: Tensor, *others: Any, eager_loss: Callable[..., Tensor], **options: Any
+    ) -> None:
         """Run backward of the step that ``forward`` ran; if that fails, forward and backward in eager.
 
         Args:
-            run: the backward pass for a given loss; with ``only``, for these parameters.
+            run: the backward pass, called with a loss and the arguments below.
             loss: the compiled step's loss.
+            *others: further arguments of ``run``.
             eager_loss: the loss for backward, computed by the user's own step from the arguments of ``forward``.
+            **options: further arguments of ``run``.
         """
         if self._call is None:  # an eager step, or one that failed in forward
-            return run(loss)
+            run(loss, *others, **options)
+            return
         (_, args, kwargs), self._call = self._call, None
-        gradients = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in self._parameters]
+        gradients, trouble = [], None
         try:
-            run(loss)
+            gradients = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in self._parameters]
+            run(loss, *others, **options)
         except Exception as error:
-            failure = _without_frames(error)
+            failure = error
         else:
-            return None
+            return
         del loss  # and with it what the failed pass holds: there may be no room for both
-        bring_back = self._rewind()
+        bring_back = None
+        try:
+            bring_back = self._rewind_from(failure)
+        except Exception as error:
+            trouble = error
         loss = eager_loss(*args, **kwargs)
-        bring_back()
+        if bring_back is not None:
+            bring_back()
         if self._shares:
-            # What has come has been handed on already; the other processes wait for the rest.
-            rest = [parameter for parameter, before, version in gradients if not _has_come(parameter, before, version)]
-            run(loss, only=rest if len(rest) < len(gradients) else None)
-            return self._on_failure(failure)
+            # What has come has been handed on already; the other processes wait for the rest, once.
+            late = {id(p) for p, before, version in gradients if not _has_come(p, before, version)}
+            rest = [leaf for leaf in reached(loss) if id(leaf) in late]
+            if rest or not gradients:
+                run(loss, *others, **options, **({"inputs": rest} if len(late) < len(gradients) else {}))
+            self._settle(failure, trouble)
+            return
         complete = []
         for parameter, gradient, version in gradients:
             if gradient is not None and gradient._version != version:
@@ -143,11 +177,19 @@ class Guard:
                 complete.append((parameter, gradient))
                 gradient = None
             parameter.grad = gradient
-        run(loss)
+        run(loss, *others, **options)
         for parameter, gradient in complete:
             parameter.grad = gradient
-        self._on_failure(failure)
-        return None
+        self._settle(failure, trouble)
+
+    def _settle(self, failure: Exception, trouble: Exception | None) -> None:
+        """The batch has been trained in eager: say why, and so what becomes of the rest of the run."""
+        try:
+            if trouble is None:
+                return self._on_failure(failure)
+        except Exception as error:
+            trouble = error
+        return self._on_trouble(trouble)
 
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step as the compiled arm of a pair: at the price of a real one, with what is kept for a retry."""
@@ -222,8 +264,16 @@ class Guard:
         if not self._learning:
             self._saved_buffers = _grouped(known.buffers.values())
 
-    def _rewind(self) -> Callable[[], None]:
+    def _rewind_from(self, failure: Exception) -> Callable[[], None]:
         """Give back what was kept; returns what to call after the retry (see ``Snapshot.rewind``)."""
+        try:
+            _drop_frames(failure)
+            return self._rewind()
+        except Exception:  # out of memory, say, half-way: half a state is the worst to train on
+            self._rewind()
+            raise
+
+    def _rewind(self) -> Callable[[], None]:
         self._arm.logs.entries.clear()
         bring_back = self._state.rewind() if self._state is not None else _nothing
         if self._kept_buffers:
@@ -277,10 +327,9 @@ def _nothing() -> None:
     pass
 
 
-def _without_frames(error: Exception) -> Exception:
-    """The error without its tracebacks, whose frames hold every tensor of the failed pass."""
+def _drop_frames(error: Exception) -> None:
+    """Take the tracebacks off, whose frames hold every tensor of the failed pass."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
-    return error

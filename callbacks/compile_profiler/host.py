@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import math
-import mmap
-import textwrap
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from tqdm import tqdm
 
+from compile_profiler.arms import patched
 from compile_profiler.records import Environment, Stage
 
 if TYPE_CHECKING:
@@ -122,68 +124,42 @@ def target_for(module: LightningModule, target: str | Sequence[str]) -> str | Se
     return "networks" if target == "step" and not module.automatic_optimization else target
 
 
-def first_line(error: Exception) -> str:
-    """The error on one line, with as much of its text as fits; torch's own put the cause on the second line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {textwrap.shorten(text, 200) if text else 'without a message'}"
-
-
 def warn(message: str) -> None:
     """One warning on rank 0."""
-    rank_zero_warn(f"CompileProfiler: {message}", stacklevel=5)
+    with tqdm.external_write_mode():
+        rank_zero_warn(f"CompileProfiler: {message}", stacklevel=5)
 
 
 def inform(trainer: Trainer, message: str) -> None:
     """One line on the console of rank 0, where Lightning prints its own."""
-    importlib.import_module(f"{_package(trainer)}.utilities.rank_zero").rank_zero_info(f"CompileProfiler: {message}")
+    package = package_of(trainer)
+    with _beside_progress_bars(logging.getLogger(package)):
+        importlib.import_module(f"{package}.utilities.rank_zero").rank_zero_info(f"CompileProfiler: {message}")
 
 
-def log_scalars(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
-    """Send scalars to every logger of the trainer."""
-    for logger in trainer.loggers:
-        logger.log_metrics(dict(values), step)
+@contextmanager
+def _beside_progress_bars(log: logging.Logger) -> Iterator[None]:
+    """Let what ``log`` prints stand on a line of its own: tqdm's bars step aside, rich's catch ``sys.stderr``.
 
-
-def log_text(trainer: Trainer, tag: str, text: str, step: int) -> None:
-    """Send a text to the loggers that can show one: TensorBoard's ``add_text``."""
-    for logger in trainer.loggers:
-        experiment: Any = getattr(logger, "experiment", None)
-        if callable(getattr(type(experiment), "add_text", None)):  # of the class: a dummy has every attribute
-            experiment.add_text(tag, text, step)
-
-
-def log_layout(trainer: Trainer, layout: Mapping[str, Any]) -> None:
-    """Lay out charts where a logger can, in TensorBoard's Custom Scalars, unless its folder has a layout already."""
-    for logger in trainer.loggers:
-        experiment: Any = getattr(logger, "experiment", None)
-        if callable(getattr(type(experiment), "add_custom_scalars", None)):
-            experiment.flush()
-            if not _may_have_layout(Path(logger.log_dir)):
-                experiment.add_custom_scalars(layout)
-
-
-def _may_have_layout(folder: Path) -> bool:
-    """Whether an event file in ``folder`` holds a layout, or nobody can say: of two layouts TensorBoard shows the last.
-
-    Writers keep no account of what they wrote. The search is for bytes because parsing the file of a long run that is
-    resumed would take minutes.
+    Lightning's handler keeps the stream that was there when it was made, which a bar of rich cannot see.
     """
-    try:
-        files = [file for file in folder.glob("*tfevents*") if file.stat().st_size]
-        return not files or any(_holds(file, b"custom_scalars__config__") for file in files)
-    except OSError:
-        return True
+    handlers = [handler for handler in log.handlers if getattr(handler, "stream", None) is sys.__stderr__]
+    with tqdm.external_write_mode(), patched([(handler, "stream", sys.stderr) for handler in handlers]):
+        yield
 
 
-def _holds(file: Path, mark: bytes) -> bool:
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(mark) >= 0
+def logged_hyperparameters(trainer: Trainer) -> dict[str, Any] | None:
+    """What Lightning is about to log as the user's hyperparameters at the start of a fit, ``None`` if it logs none."""
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    saved = [owner.hparams_initial for owner in owners if getattr(owner, "_log_hyperparams", False)]
+    # The key is LightningCLI's own, which Lightning leaves out too.
+    return {key: value for each in saved for key, value in each.items() if key != "_class_path"} if saved else None
 
 
 def environment(trainer: Trainer) -> Environment:
     """Versions, device and settings that the numbers depend on."""
     device = trainer.strategy.root_device
-    package = _package(trainer).partition(".")[0]
+    package = package_of(trainer).partition(".")[0]
     return Environment(
         torch=torch.__version__,
         lightning=getattr(importlib.import_module(package), "__version__", None),
@@ -196,12 +172,19 @@ def environment(trainer: Trainer) -> Environment:
     )
 
 
-def _package(trainer: Trainer) -> str:
-    """The package that the trainer at hand comes from, also where its class is the user's own."""
-    modules = [kind.__module__ for kind in type(trainer).__mro__]
-    return "lightning.pytorch" if any(name.startswith("lightning.") for name in modules) else "pytorch_lightning"
+def package_of(thing: Any) -> str:
+    """The package that a trainer, a module or a class of theirs comes from, also where the class is the user's own."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    names = [base.__module__ for base in kind.__mro__]
+    return "lightning.pytorch" if any(name.startswith("lightning.") for name in names) else "pytorch_lightning"
+
+
+def is_module_class(kind: type) -> bool:
+    """Whether ``kind`` is a LightningModule of either package."""
+    ours = ("lightning", "pytorch_lightning")
+    return any(base.__name__ == "LightningModule" and base.__module__.split(".")[0] in ours for base in kind.__mro__)
 
 
 def silent_logger(trainer: Trainer) -> Any:
     """A logger that swallows everything."""
-    return importlib.import_module(f"{_package(trainer)}.loggers.logger").DummyLogger()
+    return importlib.import_module(f"{package_of(trainer)}.loggers.logger").DummyLogger()

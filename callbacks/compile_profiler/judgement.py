@@ -11,21 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_profiler import host, targets
+from compile_profiler import machine, targets
 from compile_profiler.advice import advice
 from compile_profiler.ledger import Ledger
 from compile_profiler.meeting import Finding
+from compile_profiler.notices import failure
 from compile_profiler.observe import Observer
 from compile_profiler.records import Reason, Sample, Verdict
 from compile_profiler.verdict import Limits, judge
 
 MAX_SHAPES_TO_REOPEN = 3
 _MAX_BACKOFF = 10
-_FAILURES: dict[Reason, str] = {
-    "compile_error": "Compiling failed",
-    "runtime_error": "The compiled step failed",
-    "out_of_memory": "The compiled step ran out of memory",
-}
 MAX_MESSAGE = 800
 
 
@@ -114,15 +110,13 @@ class Judgement:
         reason: Reason = "compile_error" if self._observer.failed(error) else "runtime_error"
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
-        what_to_do = advice(error)
-        where = "" if rank is None else f" on rank {rank}"
-        message = f"{_FAILURES[reason]}{where}: {host.first_line(error)}" + (f" {what_to_do}" if what_to_do else "")
+        message = failure(reason, error, advice(error, machine.system()), rank=rank)
         return Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config)
 
 
 def is_failure(verdict: Verdict) -> bool:
     """Whether an error of the compiled step has decided."""
-    return verdict.reason in _FAILURES
+    return verdict.reason in ("compile_error", "runtime_error", "out_of_memory")
 
 
 def packed(verdict: Verdict) -> str:

@@ -94,7 +94,7 @@ class OwnSteps:
     def close(self) -> None:
         """Stop that; may be called twice."""
         self._undo.close()
-        self._forget()
+        self._flags, self._gradients, self._epochs = [], [], []
 
     @property
     def stepped(self) -> bool:
@@ -118,7 +118,7 @@ class OwnSteps:
             yield
         finally:
             self._in_batch = False
-            self._forget()
+            self._flags, self._gradients, self._epochs = [], [], []
 
     def keep(self) -> None:
         """Remember what ``again`` gives back.
@@ -165,9 +165,6 @@ class OwnSteps:
         finally:
             for hook in self._hooks:
                 hook.num_to_replace = 0
-
-    def _forget(self) -> None:
-        self._flags, self._gradients, self._epochs = [], [], []
 
     # -- a pair ------------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from compile_profiler.records import Event
+from compile_profiler.records import Event, Reason
 
 LONG_COMPILE_S = 5.0
 """A step that compiles for longer than this looks like one that hangs: it is told."""
+_FAILURES: dict[Reason, str] = {
+    "compile_error": "Compiling failed",
+    "runtime_error": "The compiled step failed",
+    "out_of_memory": "The compiled step ran out of memory",
+}
+
+
+def failure(reason: Reason, error: Exception, what_to_do: str | None, *, rank: int | None = None) -> str:
+    """What went wrong with the compiled step, and on which rank of several.
+
+    >>> failure("runtime_error", ValueError("too wide"), "Do this.")
+    'The compiled step failed: ValueError: too wide Do this.'
+    """
+    where = "" if rank is None else f" on rank {rank}"
+    return f"{_FAILURES[reason]}{where}: {first_line(error)} {what_to_do or ''}".rstrip()
+
+
+def first_line(error: Exception) -> str:
+    """The error on one line, with as much of its text as fits; torch's own put the cause on the second line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {textwrap.shorten(text, 200) if text else 'without a message'}"
 
 
 def near_limit(event: Event, num_graphs: int, limit: int) -> str:

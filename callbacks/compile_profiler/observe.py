@@ -6,19 +6,16 @@ its own figures alone: without records, no recompiles and no skipped functions a
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
 from torch._dynamo import callback as dynamo_callback
 from torch._dynamo import utils as dynamo_utils
-from torch._inductor.runtime import cache_dir_utils
 
 from compile_profiler.causes import Explanation, detail_of, explain_break, explain_recompile, library_in
 from compile_profiler.places import Place, calling_place, innermost, places_in, resolved, to_blame, written_name
@@ -30,23 +27,10 @@ WARN_BEFORE_LIMIT = 2
 to have settled, early enough to act."""
 
 
-def disabled() -> str | None:
-    """Why compiling is switched off in this process by environment variable or stance, or ``None``."""
-    if getattr(torch._dynamo.config, "disable", False):
-        return "torch.compile is disabled by TORCH_COMPILE_DISABLE or torch._dynamo.config.disable"
-    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
-    return "torch.compiler.set_stance('force_eager') is in force" if stance == "force_eager" else None
-
-
 def shares_cache(backend: Any) -> bool:
     """Whether what one process compiles is read from disk by another on its machine."""
     config = torch._inductor.config
     return backend == "inductor" and bool(config.fx_graph_cache) and not getattr(config, "force_disable_caches", False)
-
-
-def cache_folder() -> Path:
-    """Where inductor keeps what it compiled; it need not be there yet."""
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir_utils.default_cache_dir())
 
 
 def _recompile_limit() -> int | None:
@@ -112,6 +96,7 @@ class Observer:
         self._began = False
         self._broken_off = False
         self._caller: Place | None = None
+        self._trouble: Exception | None = None  # of a listener, for the next look to raise
         self._last_record: Any = None
         self._last_reason: Any = None
         self._records: list[_Seen] = []
@@ -142,9 +127,12 @@ class Observer:
             handler.remove_end_callback(self._on_end)
 
     def _on_start(self, *_args: Any) -> None:  # torch 2.7 passes nothing, later versions a CallbackArgs
-        self._collect()
-        self._caller = calling_place()
         self._began = True
+        try:
+            self._collect()
+            self._caller = calling_place()
+        except Exception as error:  # here it would fail a compile that may be somebody else's
+            self._trouble = error
         self._began_s = time.perf_counter()
         self._broken_off = False
 
@@ -154,7 +142,10 @@ class Observer:
         if self._began_s is not None:
             self._compile_s += time.perf_counter() - self._began_s
             self._began_s = None
-        self._collect()
+        try:
+            self._collect()
+        except Exception as error:
+            self._trouble = error
 
     def _collect(self) -> None:
         """Take what torch has noted since the last time.
@@ -200,6 +191,8 @@ class Observer:
     def poll(self, stage: Stage, *, step: int, epoch: int) -> bool:
         """Take what was compiled since the last look as events of ``stage``; whether there was anything."""
         self.start()
+        if self._trouble is not None:
+            raise self._trouble
         # A function that meets the recompile limit, or anything after a reset, wakes no listener but leaves a record.
         if not self.compiling():
             return False

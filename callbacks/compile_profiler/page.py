@@ -75,6 +75,8 @@ def picture(chart: Chart, curves: Mapping[str, Curve], *, decided_at: int | None
         else:
             for tag in chart.tags:
                 axes.plot(*_points(curves, tag), marker=".", markersize=3, linewidth=1.2, label=_label(tag))
+        if chart.even is not None:
+            axes.axhline(chart.even, color="0.5", linewidth=0.8)
         if decided_at is not None:
             axes.axvline(decided_at, color="0.5", linestyle=":", linewidth=1, label="decided")
         if all(value.is_integer() for tag in chart.tags for _, value in curves.get(tag, ())):
@@ -95,7 +97,6 @@ def _draw_band(axes: Axes, chart: Chart, curves: Mapping[str, Curve]) -> None:
     axes.fill_between(
         steps, [low[step] for step in steps], [high[step] for step in steps], alpha=0.25, label="interval"
     )
-    axes.axhline(1, color="0.5", linewidth=0.8)
 
 
 def _points(curves: Mapping[str, Curve], tag: str) -> tuple[list[int], list[float]]:

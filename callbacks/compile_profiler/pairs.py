@@ -13,6 +13,7 @@ from compile_profiler import host
 from compile_profiler.arms import Arm
 from compile_profiler.guard import Guard
 from compile_profiler.meeting import Exchange, largest
+from compile_profiler.notices import first_line
 from compile_profiler.probe import Draft, Probe
 from compile_profiler.records import Drift, Memory, Sample
 from compile_profiler.sandbox import StateTooLargeError
@@ -167,7 +168,7 @@ class Pairs:
         if isinstance(error, torch.OutOfMemoryError):
             return "out_of_memory"
         if self._num_errors == 0:
-            host.warn(f"a pair failed and is not used, the run is not affected: {host.first_line(error)}")
+            host.warn(f"a pair failed and is not used, the run is not affected: {first_line(error)}")
         return "error"
 
 

@@ -232,8 +232,13 @@ class Probe:
                     back()
                 yield back, batch
         finally:
-            back(last=True)
-            self._parameters = []
+            try:
+                back(last=True)
+            except BaseException:  # Ctrl-C, out of memory: half a state is the worst to train on
+                back(last=True)
+                raise
+            finally:
+                self._parameters = []
 
     def _compare(
         self, eager: Arm, compiled: Arm, args: Any, kwargs: Any, back: Callable[[], None], batch: Snapshot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, TypeVar
 
@@ -58,9 +59,11 @@ def print_grid(grid: Table, file: IO[str] | None = None) -> None:
         console.width = PLAIN_WIDTH
     with console.capture() as captured:
         console.print(grid)
+    # Not console.file, which looks through the stand-in for standard output that a progress bar of rich has put there.
+    out = sys.stdout if file is None else file
     # A log file in an older encoding has no en dash, and rich would raise there.
-    console.file.write(captured.get().encode(console.encoding, "replace").decode(console.encoding))
-    console.file.flush()
+    out.write(captured.get().encode(console.encoding, "replace").decode(console.encoding))
+    out.flush()
 
 
 def verdict_markdown(report: Report) -> str:

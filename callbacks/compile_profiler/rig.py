@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from compile_profiler import host
+from compile_profiler import host, machine
 from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock
 from compile_profiler.drift import tolerance_for, unit_roundoff_for
 from compile_profiler.guard import Guard
+from compile_profiler.notices import failure
 from compile_profiler.pairs import Pairs
 from compile_profiler.probe import Probe, module_dtype
 from compile_profiler.records import Environment, Reason
@@ -48,6 +49,10 @@ def build(
         RefusedError: torch or the module does not allow it.
     """
     is_sharded = host.parallelism(trainer) == "fsdp"
+    if settings.options["backend"] == "inductor":
+        obstacle = machine.missing(trainer.strategy.root_device)
+        if obstacle is not None:
+            raise RefusedError("compile_error", f"Nothing can be compiled here. {obstacle.rstrip('.')}")
     try:
         target = host.target_for(module, settings.target)
         arm = CompiledArm(
@@ -58,10 +63,8 @@ def build(
             on_error=on_failure if is_sharded else None,
         )
     except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-        what_to_do = advice(error) or ""
-        raise RefusedError(
-            "compile_error", f"Compiling failed: {host.first_line(error)} {what_to_do}".strip()
-        ) from None
+        text = failure("compile_error", error, advice(error, machine.system()))
+        raise RefusedError("compile_error", text) from None
     if target == "networks" and not arm.compiled_names:
         raise RefusedError("nothing_compiled", "Manual optimization, and no child module owns parameters")
     return Rig(settings, trainer, module, arm, on_failure=on_failure, **others)
@@ -78,6 +81,7 @@ class Rig:
         clock: seconds on the module's device.
         environment: settings that tolerances depend on.
         on_failure: called with the error of a compiled step whose batch has been trained in eager.
+        on_trouble: called with an error of our own in the midst of a step.
         compiled_something: whether anything was compiled since a pair began.
     """
 
@@ -91,13 +95,23 @@ class Rig:
         clock: Clock,
         environment: Environment,
         on_failure: Callable[[Exception], None],
+        on_trouble: Callable[[Exception], None],
         compiled_something: Callable[[], bool],
     ) -> None:
         self.arm = arm
-        self.door = StepDoor(trainer, module, overwrites_gradients=settings.replays_cuda_graphs)
+        self.door = StepDoor(trainer, module, on_trouble=on_trouble, overwrites_gradients=settings.replays_cuda_graphs)
         shares, retries = trainer.world_size > 1, host.parallelism(trainer) != "fsdp"
         self.guards = {
-            hook: Guard(module, arm, on_failure, self.door.own_steps, shares, retries) for hook in settings.hooks
+            hook: Guard(
+                module,
+                arm,
+                on_failure,
+                on_trouble,
+                own_steps=self.door.own_steps,
+                shares=shares,
+                retries=retries,
+            )
+            for hook in settings.hooks
         }
         tolerance, roundoff = settings.drift_tolerance, None
         if tolerance is None:
@@ -150,5 +164,7 @@ class Rig:
 
     def remove(self) -> None:
         """Give the module its own step back, release compiled code; may be called twice."""
-        self.door.close()
-        self.arm.release()
+        try:
+            self.door.close()
+        finally:
+            self.arm.release()

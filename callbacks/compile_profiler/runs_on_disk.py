@@ -94,7 +94,7 @@ def report_from_scalars(last: Mapping[str, float], card: str = "") -> Report:
         return None if value is None else round(value)
 
     told = _told(card)
-    drift = ("loss_rel", "grad_rel", "grad_cosine", "noise_floor")
+    drift = ("loss_rel", "grad_rel", "grad_cosine", "noise_floor", "tolerance")
     counts = ("graphs", "recompiles", "graph_breaks")
     return Report.from_dict(
         {
@@ -119,7 +119,7 @@ def report_from_scalars(last: Mapping[str, float], card: str = "") -> Report:
                 "overhead_pct": known("compile/overhead_pct"),
             },
             "compiles": {name: whole(f"compile/{name}") or 0 for name in counts},
-            "drift": {name: known(f"compile/drift/{name}") for name in drift},
+            "drift": {**{name: known(f"compile/drift/{name}") for name in drift}, **told.get("drift", {})},
             "memory": {
                 "eager_peak_bytes": whole("compile/peak_mb/eager", 2**-20),
                 "compiled_peak_bytes": whole("compile/peak_mb/compiled", 2**-20),
@@ -185,6 +185,8 @@ def _told(card: str) -> dict[str, dict[str, Any]]:
         told["verdict"] = {"decision": decision, "reason": reason, "step": _number(step or "0"), "message": message}
     if pairs := re.search(r"([\d,]+) pairs?, ([\d,]+) void", shown):
         told["speedup"] = {"num_pairs": _number(pairs[1]), "num_void": _number(pairs[2])}
+    if judged := re.search(r"\b(within|beyond) tolerance", shown):
+        told["drift"] = {"within_tolerance": judged[1] == "within"}
     place = re.search(r"^\| measured on \| (.*?) \| (?:torch ([^,|]+), lightning ([^,|]+?)(?:,| \|))?", shown, re.M)
     if place and place[1] != UNKNOWN:
         told["environment"] = {"device": place[1], "torch": place[2], "lightning": place[3]}

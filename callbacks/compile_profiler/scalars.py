@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ SCALARS = (
     Scalar("compile/drift/grad_rel", "ratio", "distance of the two gradients over eager's", lambda r: r.drift.grad_rel),
     Scalar("compile/drift/grad_cosine", "ratio", "cosine of the two gradients", lambda r: r.drift.grad_cosine),
     Scalar("compile/drift/noise_floor", "ratio", "`grad_rel` of eager against eager", lambda r: r.drift.noise_floor),
+    Scalar("compile/drift/tolerance", "ratio", "limit on both distances", lambda r: r.drift.tolerance),
     Scalar("compile/saved_s", "s", "time saved, net of compiling and measuring", lambda r: r.time.saved_s),
     Scalar("compile/overhead_pct", "%", "share of training time spent on measuring", lambda r: r.time.overhead_pct),
     Scalar("compile/peak_mb/eager", _MIB, "peak memory of an eager pass", lambda r: _mib(r.memory.eager_peak_bytes)),
@@ -72,20 +73,23 @@ class Chart:
         title: what the chart shows, with the unit where there is one.
         tags: its curves.
         band: whether the second and third curve are the lower and upper end of the first one's band.
+        even: the value at which nothing is gained or lost, where there is one.
     """
 
     title: str
     tags: tuple[str, ...]
     band: bool = False
+    even: float | None = None
 
 
 CHARTS = (
-    Chart("speedup of a pass", ("compile/speedup", "compile/speedup_low", "compile/speedup_high"), band=True),
+    Chart("speedup of a pass", ("compile/speedup", "compile/speedup_low", "compile/speedup_high"), band=True, even=1.0),
     Chart("time of a pass, ms", ("compile/step_ms/eager", "compile/step_ms/compiled")),
-    Chart("net time saved, s", ("compile/saved_s",)),
+    Chart("net time saved, s", ("compile/saved_s",), even=0.0),
     Chart("recompiles and graph breaks", ("compile/recompiles", "compile/graph_breaks")),
     Chart(
-        "drift and its noise floor", ("compile/drift/grad_rel", "compile/drift/loss_rel", "compile/drift/noise_floor")
+        "drift, its noise floor, its limit",
+        ("compile/drift/grad_rel", "compile/drift/loss_rel", "compile/drift/noise_floor", "compile/drift/tolerance"),
     ),
 )
 
@@ -110,6 +114,19 @@ def scalars(report: Report) -> dict[str, float]:
     """
     read = ((scalar.tag, scalar.read(report)) for scalar in SCALARS)
     return {tag: float(value) for tag, value in read if value is not None}
+
+
+def described(config: Mapping[str, Any]) -> dict[str, str]:
+    """A configuration as hyperparameters, named like the tags; what is left to torch has a name too.
+
+    >>> described({"backend": "inductor", "mode": None})
+    {'compile/backend': 'inductor', 'compile/mode': 'default'}
+    """
+    left_to_torch = {"mode": "default", "dynamic": "auto", "options": "none"}
+    return {
+        f"compile/{name}": left_to_torch.get(name, "none") if value is None else str(value)
+        for name, value in config.items()
+    }
 
 
 def markdown_table() -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from compile_profiler import checkpoint, host, observe, targets
+from compile_profiler import checkpoint, host, machine, observe, targets
 from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import EagerArm
@@ -33,13 +35,23 @@ class Session:
         trainer: the Trainer.
         module: its LightningModule.
         export: where reports go.
+        on_trouble: called with an error of our own in the midst of a step.
     """
 
-    def __init__(self, settings: Settings, trainer: host.Trainer, module: host.LightningModule, export: Export) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        trainer: host.Trainer,
+        module: host.LightningModule,
+        export: Export,
+        *,
+        on_trouble: Callable[[Exception], None],
+    ) -> None:
         self._settings = settings
         self._trainer = trainer
         self._module = module
         self._export = export
+        self._on_trouble = on_trouble
         self._config = settings.config
         self._environment = host.environment(trainer)
         self._identity = checkpoint.identity(module, settings.decisive(), self._environment)
@@ -88,10 +100,10 @@ class Session:
         try:
             if not self._meeting.is_alone:
                 self._group = Group(self._export.tell)
-            obstacle = observe.disabled()
-            refusal = None if obstacle is None else self._refusal("disabled", f"Nothing is compiled: {obstacle}")
-            if refusal is None and self._go_on_from(earlier):
+            if self._go_on_from(earlier):
                 return None
+            obstacle = machine.disabled()
+            refusal = None if obstacle is None else self._refusal("disabled", f"Nothing is compiled: {obstacle}")
             refusal = refusal or self._compile()
             text = None if refusal is None else packed(refusal)
             text = self._run(first_voice(text, rank=self._rank, world_size=self._world_size))
@@ -116,6 +128,7 @@ class Session:
                 clock=self._clock,
                 environment=self._environment,
                 on_failure=self._on_failure,
+                on_trouble=self._on_trouble,
                 compiled_something=self._observer.compiling,
             )
         except RefusedError as refused:
@@ -171,7 +184,7 @@ class Session:
         self._observer.stop()
         report = self.report()
         self._export.write(report)
-        self._export.log(report, self._step)
+        self._export.log(report, self._step, last=True)
         return report
 
     def _leave(self) -> None:
@@ -183,6 +196,28 @@ class Session:
         if self._group is not None:
             self._group.close()
         self._group = None
+
+    def abandon(self, message: str) -> Report:
+        """After an error of our own: take everything off, whatever else fails by then."""
+        verdict = Verdict(decision="eager", reason="disabled", message=message, config=self._config)
+        self._judgement.verdict = verdict
+        report = Report(verdict=verdict, environment=self._environment)
+        rig, self._rig = self._rig, None
+        group, self._group = self._group, None
+        with contextlib.suppress(Exception):
+            if rig is not None:
+                rig.remove()
+        with contextlib.suppress(Exception):
+            if group is not None:  # so that the other ranks do not wait
+                group.close()
+        with contextlib.suppress(Exception):
+            self._observer.stop()
+        with contextlib.suppress(Exception):
+            self._judgement.verdict = replace(verdict, step=self._step)
+            report = self.report()
+        with contextlib.suppress(Exception):
+            self._export.write(report)
+        return report
 
     # -- the training loop -------------------------------------------------------------------------------------------
 

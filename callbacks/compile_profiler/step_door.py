@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from compile_profiler import host
 from compile_profiler.arms import Arm, Call, DeferredLogs, EagerArm, called_once, disguised, patched
 from compile_profiler.guard import Guard
 from compile_profiler.manual import Counted, OwnSteps, Take
-from compile_profiler.reducer import Relay, compiling_for, reached, shares_gradients
+from compile_profiler.reducer import Relay, compiling_for, shares_gradients
 
 
 class NoLossError(RuntimeError):
@@ -37,15 +37,22 @@ class StepDoor:
     Args:
         trainer: the Trainer.
         module: its LightningModule.
+        on_trouble: called with an error of our own; it takes the door off.
         overwrites_gradients: whether the compiled arm replays CUDA graphs, whose next run writes into the memory that
             the gradients of the last one live in.
     """
 
     def __init__(
-        self, trainer: host.Trainer, module: host.LightningModule, *, overwrites_gradients: bool = False
+        self,
+        trainer: host.Trainer,
+        module: host.LightningModule,
+        *,
+        on_trouble: Callable[[Exception], None],
+        overwrites_gradients: bool = False,
     ) -> None:
         self._trainer = trainer
         self._module = module
+        self._on_trouble = on_trouble
         self._overwrites_gradients = overwrites_gradients
         self._undo = ExitStack()
         self._strategy_step: Call = trainer.strategy.training_step
@@ -95,22 +102,32 @@ class StepDoor:
 
         def enter(*args: Any, **kwargs: Any) -> Any:
             began_s = time.perf_counter()
-            if self._tuner_is_at_work():
-                return step(*args, **kwargs)
-            in_batch: AbstractContextManager[None] = nullcontext()
-            if hook == "training_step":
-                self.last_call = (_repacked(args), _repacked(kwargs))
-                if self.before_step is not None:
-                    self.before_step()
-                    if not self._is_open:
-                        return step(*args, **kwargs)
-                in_batch = nullcontext() if self.own_steps is None else self.own_steps.batch()
-            call = self._eager_step if hook == "training_step" and self._watch is not None else run
-            with in_batch, called_once(self._module, hook, call):
+            around = ExitStack()
+            try:
+                self._prepare(around, hook, run, args, kwargs)
+            except Exception as error:
+                self._on_trouble(error)
+            with around:
                 self._seconds += time.perf_counter() - began_s
                 return step(*args, **kwargs)
 
         return enter
+
+    def _prepare(self, around: ExitStack, hook: str, run: Call, args: Any, kwargs: Any) -> None:
+        """Let ``run`` be called in place of the module's step inside ``around``, unless this step is none of ours."""
+        if self._tuner_is_at_work():
+            return
+        if hook == "training_step":
+            self.last_call = (_repacked(args), _repacked(kwargs))
+            if self.before_step is not None:
+                self.before_step()
+                if not self._is_open:
+                    return
+            if self.own_steps is not None:
+                around.enter_context(self.own_steps.batch())
+            if self._watch is not None:
+                run = self._eager_step
+        around.enter_context(called_once(self._module, hook, run))
 
     def take_seconds(self) -> float:
         """Seconds that steps have spent in the door since the last call."""
@@ -132,7 +149,8 @@ class StepDoor:
         logs = DeferredLogs()
         with patched(disguised(self._module, logs.stand_ins)), self._watch:
             output = self._module.training_step(*args, **kwargs)
-        logs.replay(self._module)
+        for log in logs.taken(self._module):
+            log()
         return output
 
     def _tuner_is_at_work(self) -> bool:
@@ -160,8 +178,9 @@ class StepDoor:
         )
 
     def _own_backward(self, *args: Any, **kwargs: Any) -> None:
-        with self._gradients_kept():
-            self._precision_backward(*args, **kwargs)
+        fresh = self._without_gradient()
+        self._precision_backward(*args, **kwargs)
+        self._keep_gradients(fresh)
 
     def _own_loss(self, tensor: Tensor, _module: Any) -> Tensor:
         self._own_losses.append(tensor.detach())
@@ -169,32 +188,31 @@ class StepDoor:
 
     def _exit(self, guard: Guard) -> Call:
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            def run(loss: Tensor, only: Sequence[Tensor] | None = None) -> None:
-                if only is None:
-                    self._precision_backward(loss, *args, **kwargs)
-                    return
-                wanted = {id(leaf) for leaf in only}
-                rest = [leaf for leaf in reached(loss) if id(leaf) in wanted]
-                if rest:
-                    self._precision_backward(loss, *args, inputs=rest, **kwargs)
-
-            with self._gradients_kept():
-                guard.backward(run, tensor, self._eager_loss)
+            fresh: list[nn.Parameter] = []
+            try:
+                fresh = self._without_gradient()
+            except Exception as error:
+                self._on_trouble(error)
+            guard.backward(self._precision_backward, tensor, *args, eager_loss=self._eager_loss, **kwargs)
+            try:
+                self._keep_gradients(fresh)
+            except Exception as error:
+                self._on_trouble(error)
 
         return backward
 
-    @contextmanager
-    def _gradients_kept(self) -> Iterator[None]:
-        """Move new gradients out of a CUDA graph's memory where an accumulation window goes on to the next replay.
+    def _without_gradient(self) -> list[nn.Parameter]:
+        """Before backward: parameters whose new gradient must not stay where a CUDA graph puts it."""
+        # A step that runs backward itself may do so again before it uses what it has got.
+        if not self._overwrites_gradients or (self.own_steps is None and self.at_boundary()):
+            return []
+        return [parameter for parameter in self._module.parameters() if parameter.grad is None]
+
+    def _keep_gradients(self, fresh: Iterable[nn.Parameter]) -> None:
+        """After backward: move their gradients out of a CUDA graph's memory, for a window that goes on to its replay.
 
         Left there they are gone by the next step (PyTorch issue 169545), and eager cannot add to them either.
         """
-        # A step that runs backward itself may do so again before it uses what it has got.
-        if not self._overwrites_gradients or (self.own_steps is None and self.at_boundary()):
-            yield
-            return
-        fresh = [parameter for parameter in self._module.parameters() if parameter.grad is None]
-        yield
         for parameter in fresh:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
