@@ -186,7 +186,7 @@ def simulate(ranks, num_steps=60):
             raise DeadlockError("some ranks meet, others train")
         if due == {True}:
             num_pairs = len(ranks[0].samples)
-            _, num = converse([rank.meeting.hold(MemberOf(rank)) for rank in ranks])
+            _, num = converse([rank.meeting.hold(rank, MemberOf(rank)) for rank in ranks])
             meetings.append((step, len(ranks[0].samples) - num_pairs, num))
             if ranks[0].verdict.decision == "eager":
                 break

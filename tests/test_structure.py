@@ -76,9 +76,13 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "account": ({"records", "ledger", "notices", "windows", "observe", "host"}, set()),
+    "seat": (
+        {"records", "ledger", "meeting", "clock", "windows", "observe", "arguments", "rig", "judgement", "account"},
+        set(),
+    ),
     "session": (
         {"records", "ledger", "checkpoint", "meeting", "group", "clock", "windows", "arms", "observe", "host"}
-        | {"export", "arguments", "machine", "rig", "first_steps", "judgement", "account", "targets"},
+        | {"export", "arguments", "machine", "rig", "first_steps", "judgement", "account", "seat", "targets"},
         set(),
     ),
     # Lightning says when; it comes in through the host

@@ -125,8 +125,8 @@ class Own:
     pass_s: float | None = None
 
 
-class Member(Protocol):
-    """One rank, as the protocol asks it; none of this may raise."""
+class Knows(Protocol):
+    """What one rank can tell; none of this may raise."""
 
     @property
     def takes_pairs(self) -> bool:
@@ -138,14 +138,18 @@ class Member(Protocol):
     def own(self) -> Own:
         """Its seconds."""
 
+    def failure(self) -> str:
+        """What has failed here."""
+
     def hear(self, common: Finding, of_each: OfEach) -> None:
         """What all know now."""
 
+
+class Does(Protocol):
+    """What one rank does at a meeting; none of this may raise."""
+
     def pair(self) -> Exchange[None]:
         """Take a pair, together with all others."""
-
-    def failure(self) -> str:
-        """What has failed here."""
 
     def judge(self) -> str:
         """What follows from all that has been found; asked of rank 0."""
@@ -193,25 +197,25 @@ class Meeting:
             return urgent or window_ended
         return boundary and (window_ended or (self._num_steps >= self._interval and not in_window))
 
-    def hold(self, member: Member) -> Exchange[None]:
+    def hold(self, knows: Knows, does: Does) -> Exchange[None]:
         """One meeting, from findings to verdict."""
         self._num_steps = 0
-        common, of_each, failed_rank = yield from self._findings(member.finding(), member.own())
+        common, of_each, failed_rank = yield from self._findings(knows.finding(), knows.own())
         self._interval = max(1, min(math.ceil(common.steps_per_pair), MEET_EVERY_N_STEPS))
-        member.hear(common, of_each)
+        knows.hear(common, of_each)
         is_time = self.num_since_pair >= common.steps_per_pair
-        takes_pair = is_time and member.takes_pairs and not common.unready and not common.failed
+        takes_pair = is_time and knows.takes_pairs and not common.unready and not common.failed
         if takes_pair:
-            yield from member.pair()
+            yield from does.pair()
             self.num_since_pair = 0
         if not (takes_pair or common.failed or common.news):
             return
         source = failed_rank if common.failed else 0
         text = ""
         if source == self._rank:
-            text = member.failure() if common.failed else member.judge()
+            text = knows.failure() if common.failed else does.judge()
         text = yield Told(text, source)
-        member.obey(text)
+        does.obey(text)
 
     def _findings(self, finding: Finding, own: Own) -> Exchange[tuple[Finding, OfEach, int]]:
         """What all have found, the seconds of each, and the lowest rank that has failed, if one has."""

@@ -29,8 +29,11 @@ to have settled, early enough to act."""
 
 def shares_cache(backend: Any) -> bool:
     """Whether what one process compiles is read from disk by another on its machine."""
-    config = torch._inductor.config
-    return backend == "inductor" and bool(config.fx_graph_cache) and not getattr(config, "force_disable_caches", False)
+    if backend != "inductor":
+        return False
+    from torch._inductor import config  # imported late: loads the compiler
+
+    return bool(getattr(config, "fx_graph_cache", False)) and not getattr(config, "force_disable_caches", False)
 
 
 def _recompile_limit() -> int | None:

@@ -19,16 +19,17 @@ from compile_profiler.first_steps import FirstSteps
 from compile_profiler.group import Group, LostError
 from compile_profiler.judgement import Judgement, is_failure, packed, unpacked
 from compile_profiler.ledger import Ledger
-from compile_profiler.meeting import Exchange, Finding, Meeting, OfEach, Own, alone, first_voice, largest
+from compile_profiler.meeting import Exchange, Meeting, alone, first_voice, largest
 from compile_profiler.records import Reason, Report, Stage, Verdict
-from compile_profiler.rig import RefusedError, Rig, build
+from compile_profiler.rig import RefusedError, build
+from compile_profiler.seat import Seat
 from compile_profiler.windows import StepTimes
 
 T = TypeVar("T")
 
 
 class Session:
-    """The compiled part of one fit, from start to finish; to the other ranks it is a ``Member``.
+    """The compiled part of one fit, from start to finish; at a meeting of ranks it is what ``Does`` describes.
 
     Args:
         settings: the callback's arguments.
@@ -68,7 +69,7 @@ class Session:
         self._account = Account(
             self._observer, self._ledger, self._times, warmup_steps=settings.warmup_steps, tell=export.tell
         )
-        self._rig: Rig | None = None  # while the run is compiled
+        self._seat = Seat(settings, self._ledger, self._observer, self._times, self._account, self._judgement)
         self._step = 0
         self._step_began_s = 0.0
         self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
@@ -78,12 +79,8 @@ class Session:
         self._rank, self._world_size = trainer.global_rank, trainer.world_size
         self._meeting = Meeting(rank=self._rank, world_size=self._world_size, pair_every_n_steps=every)
         self._group: Group | None = None
-        self._common = Finding()
-        self._of_each: OfEach | None = None
-        self._failed: Verdict | None = None  # here, and not everybody's yet
         self._first_steps: FirstSteps | None = None
         self._is_sharded = host.parallelism(trainer) == "fsdp"
-        self._is_over = False
         self._can_rehearse = True  # a pass of one rank alone waits for no other
 
     # -- beginning and end -------------------------------------------------------------------------------------------
@@ -121,7 +118,7 @@ class Session:
     def _compile(self) -> Verdict | None:
         """Put the compiled arm on the module, or say why not."""
         try:
-            self._rig = build(
+            self._seat.rig = build(
                 self._settings,
                 self._trainer,
                 self._module,
@@ -133,12 +130,12 @@ class Session:
             )
         except RefusedError as refused:
             return self._refusal(refused.reason, str(refused))
-        if self._rig.arm.compiled_names:
-            self._config["modules"] = list(self._rig.arm.compiled_names)
+        if self._seat.rig.arm.compiled_names:
+            self._config["modules"] = list(self._seat.rig.arm.compiled_names)
         if self._is_sharded:
             self._do_without_pairs("Each pass of a sharded module gathers weights from all processes")
         elif self._group is not None:
-            self._rig.door.before_step = self._before_step
+            self._seat.rig.door.before_step = self._before_step
         target = host.target_for(self._module, self._settings.target)
         self._observer.own_functions = targets.own_functions(self._module, target, self._settings.hooks)
         return None
@@ -177,8 +174,8 @@ class Session:
         Args:
             orderly: all ranks have come to the end of training, so that they can meet once more.
         """
-        if orderly and self._rig is not None and self._group is not None:
-            self._is_over = True
+        if orderly and self._seat.rig is not None and self._group is not None:
+            self._seat.is_over = True
             self._meet()
         self._leave()
         self._observer.stop()
@@ -189,10 +186,10 @@ class Session:
 
     def _leave(self) -> None:
         """Back to the user's own step; compiled code is released, and so are the ways to the other ranks."""
-        if self._rig is not None:
-            self._ledger.own_s += self._rig.take_seconds()
-            self._rig.remove()
-        self._rig = None
+        if self._seat.rig is not None:
+            self._ledger.own_s += self._seat.rig.take_seconds()
+            self._seat.rig.remove()
+        self._seat.rig = None
         if self._group is not None:
             self._group.close()
         self._group = None
@@ -202,7 +199,7 @@ class Session:
         verdict = Verdict(decision="eager", reason="disabled", message=message, config=self._config)
         self._judgement.verdict = verdict
         report = Report(verdict=verdict, environment=self._environment)
-        rig, self._rig = self._rig, None
+        rig, self._seat.rig = self._seat.rig, None
         group, self._group = self._group, None
         with contextlib.suppress(Exception):
             if rig is not None:
@@ -223,7 +220,7 @@ class Session:
 
     def on_step_start(self) -> None:
         """Before a training step: what was compiled up to here was not compiled for it."""
-        if self._rig is not None:
+        if self._seat.rig is not None:
             began_s = time.perf_counter()
             if self._observer.compiling():
                 self._observer.skip()
@@ -235,20 +232,20 @@ class Session:
         began_s = time.perf_counter()
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
-        if self._rig is not None:
-            boundary = self._rig.door.at_boundary()
-            self._before_s += self._rig.door.take_seconds()
+        if self._seat.rig is not None:
+            boundary = self._seat.rig.door.at_boundary()
+            self._before_s += self._seat.rig.door.take_seconds()
             self._account.step(
                 self._step,
                 began_s - self._step_began_s,
                 epoch=self._trainer.current_epoch,
                 boundary=boundary,
-                compiled=self._rig.is_compiled,
+                compiled=self._seat.rig.is_compiled,
                 own_s=self._before_s + self._after_s,
             )
             self._meeting.count(boundary=boundary)
             if self._times.alternates:
-                self._rig.enable(self._times.arm == "compiled" and self._failed is None)
+                self._seat.rig.enable(self._times.arm == "compiled" and self._seat.failed is None)
             if self._is_due(boundary):
                 self._meet()
         if self._unlogged and host.logs_this_step(self._trainer):
@@ -263,7 +260,7 @@ class Session:
 
     def on_validation_step_end(self) -> None:
         """After a batch of validation or the sanity check."""
-        if self._rig is not None:
+        if self._seat.rig is not None:
             self._account.news |= self._look(host.stage_of(self._trainer))
 
     def on_disturbance(self) -> None:
@@ -275,22 +272,14 @@ class Session:
     def _is_due(self, boundary: bool) -> bool:
         return self._meeting.is_due(
             boundary=boundary,
-            urgent=self._account.news
-            or (
-                self.takes_pairs
-                and self._account.is_warm
-                and self._meeting.num_since_pair >= self._steps_per_pair()
-                and boundary
-                and self._times.between
-                and not profiler_is_on()
-            ),
+            urgent=self._seat.has_something_to_say(self._meeting.num_since_pair),
             in_window=not self._times.between,
             window_ended=self._times.couple is not None,
         )
 
     def _meet(self) -> None:
         try:
-            self._run(self._meeting.hold(self))
+            self._run(self._meeting.hold(self._seat, self))
         except LostError as error:
             self._lost(error)
 
@@ -303,63 +292,10 @@ class Session:
         host.warn(f"{message}; training goes on as without the callback.")
         self._conclude(replace(self._refusal("runtime_error", message), step=self._step))
 
-    def _steps_per_pair(self) -> float:
-        return self._judgement.steps_per_pair(self._settings.pair_every_n_steps, self._settings.overhead_budget)
-
-    @property
-    def takes_pairs(self) -> bool:
-        """Whether pairs can be had in this run."""
-        return self._rig is not None and self._rig.pairs is not None and not self._rig.pairs.stopped
-
-    def finding(self) -> Finding:
-        """What this rank knows now."""
-        compiles, ledger, couple = self._observer.compiles(), self._ledger, self._times.couple
-        at_boundary = self._rig is not None and self._rig.door.at_boundary()
-        # A profiler slows eager down more than compiled, and the pair would be in its record.
-        return Finding(
-            unready=self._is_over
-            or not (self._account.is_warm and self._times.between and at_boundary)
-            or profiler_is_on(),
-            failed=self._failed is not None,
-            news=self._account.news or couple is not None,
-            compiled_again=self._account.compiled_again,
-            num_recent_compiling=ledger.num_recent_compiling,
-            without_graph=bool(ledger.num_compiled_steps) and not compiles.graphs,
-            left_out=self._observer.left_out is not None,
-            limit_hits=compiles.limit_hits,
-            steps_per_pair=self._steps_per_pair(),
-            window_void=couple is not None and couple.void is not None,
-            window_eager_s=None if couple is None else couple.eager_s,
-            window_compiled_s=None if couple is None else couple.compiled_s,
-        )
-
-    def own(self) -> Own:
-        """This rank's seconds."""
-        pairs = None if self._rig is None else self._rig.pairs
-        return Own(
-            compile_s=self._account.compile_s,
-            step_s=self._ledger.ordinary_step_s,
-            pass_s=None if pairs is None else pairs.pass_s,
-        )
-
-    def hear(self, common: Finding, of_each: OfEach) -> None:
-        """What all ranks know now."""
-        self._common, self._of_each = common, of_each
-        self._account.news = self._account.compiled_again = False
-        self._times.may_alternate |= not common.unready
-        couple, self._times.couple = self._times.couple, None
-        if couple is None or common.window_eager_s is None or common.window_compiled_s is None:
-            return
-        if not common.window_void:
-            eager_s, compiled_s = common.window_eager_s, common.window_compiled_s
-            self._ledger.window_samples.append(replace(couple, eager_s=eager_s, compiled_s=compiled_s, void=None))
-        if self._judgement.verdict.decision != "undecided":
-            self._times.rest(self._ledger.steps_per_couple(self._settings.overhead_budget))
-
     def pair(self) -> Exchange[None]:
         """Take a pair, together with the other ranks."""
-        assert self._rig is not None
-        pairs, call = self._rig.pairs, self._rig.door.last_call
+        assert self._seat.rig is not None
+        pairs, call = self._seat.rig.pairs, self._seat.rig.door.last_call
         assert pairs is not None
         assert call is not None
         ordinary = self._times.before_pair()
@@ -382,17 +318,17 @@ class Session:
 
     def judge(self) -> str:
         """What follows from all that has been found."""
-        if self._common.compiled_again:
+        if self._seat.common.compiled_again:
             self._reopen("something was compiled again")
-        if self._common.without_graph or self._common.left_out:
+        if self._seat.common.without_graph or self._seat.common.left_out:
             self._look_for_targets()
-        return packed(self._judgement.judge(self._step, self._common, by_windows=self._times.alternates))
+        return packed(self._judgement.judge(self._step, self._seat.common, by_windows=self._times.alternates))
 
     def _look_for_targets(self) -> None:
-        call = None if self._rig is None else self._rig.door.last_call
-        if self._rig is None or call is None or not self._can_rehearse or profiler_is_on():
+        call = None if self._seat.rig is None else self._seat.rig.door.last_call
+        if self._seat.rig is None or call is None or not self._can_rehearse or profiler_is_on():
             return
-        run = functools.partial(self._rig.probe.rehearse, EagerArm(self._module), *call[0], **call[1])
+        run = functools.partial(self._seat.rig.probe.rehearse, EagerArm(self._module), *call[0], **call[1])
         self._judgement.look_for_targets(self._module, host.target_for(self._module, self._settings.target), run)
 
     def obey(self, text: str) -> None:
@@ -429,49 +365,47 @@ class Session:
         if is_alone:
             host.warn(f"{verdict.message} The batch was trained in eager, and so is the rest of the run.")
             self._conclude(verdict)
-        elif self._rig is not None:
-            self._failed = self._failed or verdict
-            self._rig.enable(False)
-
-    def failure(self) -> str:
-        """What has failed on this rank."""
-        assert self._failed is not None
-        return packed(self._failed)
+        elif self._seat.rig is not None:
+            self._seat.failed = self._seat.failed or verdict
+            self._seat.rig.enable(False)
 
     def report(self) -> Report:
         """Everything known now."""
-        if self._rig is not None:
-            self._ledger.own_s += self._rig.take_seconds()
+        if self._seat.rig is not None:
+            self._ledger.own_s += self._seat.rig.take_seconds()
         self._ledger.last_step = host.last_step(self._trainer)
-        ranks = None if self._of_each is None or self._meeting.is_alone else self._of_each.ranks()
-        return self._ledger.report(self._judgement.verdict, self._observer.compiles(), self._environment, ranks)
+        return self._ledger.report(
+            self._judgement.verdict, self._observer.compiles(), self._environment, self._seat.ranks
+        )
 
     # -- the first steps of several ranks ----------------------------------------------------------------------------
 
     def _before_step(self) -> None:
         """Before each of the first two training steps."""
-        assert self._rig is not None
+        assert self._seat.rig is not None
         if self._first_steps is None:
             self._first_steps = FirstSteps(
-                self._rig,
+                self._seat.rig,
                 leads=self._trainer.local_rank == 0 or not observe.shares_cache(self._settings.options["backend"]),
                 failed=self._observer.failed,
                 on_failure=self._on_failure,
                 tell=self._export.tell,
             )
             return
-        self._rig.door.before_step = None
+        self._seat.rig.door.before_step = None
         try:
             if self._run(self._first_steps.end()):
                 self._do_without_pairs("The step itself sends something to other processes")
             else:
-                self._run(self._meeting.hold(self))  # a rank that could not compile is everybody's affair at once
+                self._run(
+                    self._meeting.hold(self._seat, self)
+                )  # a rank that could not compile is everybody's affair at once
         except LostError as error:
             self._lost(error)
 
     def _do_without_pairs(self, why: str) -> None:
-        assert self._rig is not None
-        self._rig.pairs = None
+        assert self._seat.rig is not None
+        self._seat.rig.pairs = None
         self._can_rehearse = False
         if self._settings.limits.max_pairs:
             host.warn(f"{why}, so no pair can be taken; both ways are timed in windows of real steps instead.")
