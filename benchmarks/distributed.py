@@ -74,7 +74,8 @@ def soak(rounds: int, steps: int, seed: int) -> list[dict[str, Any]]:
     for number in range(rounds):
         name, what = coin.choice(list(VARIANTS)), ACCIDENTS[number % len(ACCIDENTS)]
         unlucky, after = coin.randrange(ranks.world_size()), coin.randrange(1, 60)
-        accumulate = coin.choice([1, 2])
+        # torch itself fails where a static graph meets accumulation, with or without the callback (2.13).
+        accumulate = 1 if name == "static graph" else coin.choice([1, 2])
         torch._dynamo.reset()
         profiler = CompileProfiler(
             backend=Accident(what, unlucky, after), pair_every_n_steps=coin.choice([1, 3, 5]), verbose=False
