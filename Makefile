@@ -7,11 +7,11 @@ BIN    := $(VENV)/bin
 # One on-disk cache of compiled kernels for all processes of a run. It may be empty: `make clean` empties it.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-CODE  := callbacks examples benchmarks tests
+CODE  := callbacks examples benchmarks tests docs/conf.py
 PROSE := README.md CHANGELOG.md CONTRIBUTING.md docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo benchmarks test lint format types pytest clean
+.PHONY: help demo benchmarks test lint format types docs pytest pictures clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -25,7 +25,7 @@ benchmarks: $(VENV)/examples.stamp  ## is the speedup true, what does it cost: m
 	$(BIN)/python -m benchmarks.regret
 	$(BIN)/python -m benchmarks.memory
 
-test: lint types pytest  ## everything a change has to pass
+test: lint types docs pytest  ## everything a change has to pass
 
 lint: $(VENV)/test.stamp  ## ruff, ruff format, codespell
 	$(BIN)/ruff check $(CODE)
@@ -37,6 +37,12 @@ types: $(VENV)/test.stamp  ## mypy --strict
 
 pytest: $(VENV)/test.stamp  ## the tests and the doctests
 	$(BIN)/python -m pytest
+
+docs: $(VENV)/test.stamp  ## the site with the API reference, in build/site; a warning is an error
+	$(BIN)/python -m sphinx -E -W --keep-going -q docs build/site
+
+pictures: $(VENV)/test.stamp  ## take the screenshots in the docs anew: needs Chromium and its driver
+	COMPILE_PROFILER_BROWSER=required COMPILE_PROFILER_PICTURES=docs/pictures $(BIN)/python -m pytest tests/test_browser.py
 
 format: $(VENV)/test.stamp  ## let ruff rewrite the code
 	$(BIN)/ruff check --fix $(CODE)

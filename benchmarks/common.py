@@ -22,6 +22,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -124,12 +125,15 @@ def fit(job: Job, *, steps: int, callbacks: Sequence[L.Callback], by_hand: Mappi
     L.seed_everything(0, verbose=False)
     with torch.device("cuda" if on_gpu() else "cpu"):
         module = job.module(by_hand=by_hand)
+    # Lightning makes bfloat16 of float16 on a CPU, unless it is given the plugin.
+    fp16_on_cpu = job.precision == "16-mixed" and not on_gpu()
+    numbers: dict[str, Any] = {"plugins": [MixedPrecision("16-mixed", "cpu")]} if fp16_on_cpu else {}
     with tempfile.TemporaryDirectory() as root_dir:
         trainer = L.Trainer(
             max_steps=steps,
             accelerator="gpu" if on_gpu() else "cpu",
             devices=1,
-            precision=job.precision,
+            **(numbers or {"precision": job.precision}),
             callbacks=list(callbacks),
             logger=CSVLogger(root_dir),
             default_root_dir=root_dir,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.table import Table
 
-from benchmarks import common, jobs, log_size, overhead, regret, truth
+from benchmarks import common, drift, jobs, log_size, overhead, regret, truth
 
 TINY = ["--jobs", "mlp", "--quick", "--steps", "320", "--backend", "eager"]
 
@@ -94,6 +94,24 @@ def test_regret_knows_all_three_runs(tmp_path):
     assert {arm: len(found) for arm, found in runs.items()} == dict.fromkeys(regret.ARMS, regret.ALTERNATIONS)
     assert all(run["report"]["speedup"]["num_pairs"] == 0 for run in runs["compiled"])
     assert all(run["report"]["speedup"]["num_pairs"] > 0 for run in runs["callback"])
+
+
+def test_drift_finds_what_is_planted_and_nothing_in_a_clean_run(tmp_path, capsys):
+    """A gradient that is a tenth too large, found under its name; the table has a row for each part."""
+    parts = ["--jobs", "mlp", "--steps", "60", "--fault-steps", "45", "--parameters", "1", "--backend", "aot_eager"]
+    drift.main([*parts, "--out", str(tmp_path / "drift.json")])
+
+    result = json.loads((tmp_path / "drift.json").read_text())["jobs"]["mlp"]
+    assert (result["clean"]["beyond"], result["clean"]["alarm"]) == (0, False)
+    assert result["clean"]["judged"] > 5
+    assert result["floor"]["pairs"] > 5
+    assert {fault: (found["found"], found["named"], found["early"]) for fault, found in result["faults"].items()} == {
+        "x 1.001": (1, 1, 0),
+        "x 1.01": (1, 1, 0),
+        "x 1.1": (1, 1, 0),
+        "NaN": (1, 1, 0),
+    }
+    assert "Planted faults" in capsys.readouterr().out
 
 
 def test_an_unknown_job_is_refused_by_name():

@@ -269,7 +269,7 @@ def test_doctor_names_the_missing_compiler_even_where_torch_would_go_on_in_eager
 @pytest.mark.parametrize(
     ("environment", "why"),
     [
-        ({"TORCH_COMPILE_DISABLE": "1"}, "torch.compile is disabled by TORCH_COMPILE_DISABLE"),
+        ({"TORCH_COMPILE_DISABLE": "1"}, "TORCH_COMPILE_DISABLE=1 switches torch.compile off"),
         ({"CXX": "/bin/sleep"}, "The trial was not done after 0.1 s; --timeout gives it longer."),
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
-from compile_profiler import drift
-from compile_profiler.drift import Outcome, compare, distance, tolerance_for, unit_roundoff_for
+from compile_profiler import drift, sums
+from compile_profiler.drift import Comparison, Outcome, compare, distance, measured
+from compile_profiler.tolerances import tolerance_for, unit_roundoff_for
 
 SHAPES = {"embed": (50, 8), "layer.weight": (16, 8), "layer.bias": (16,), "scale": ()}
 
@@ -58,7 +61,7 @@ def test_distances_agree_with_numpy(dtype):
 
 def test_long_gradients_are_compared_to_the_last_element(monkeypatch):
     """The pieces in which a long gradient is widened leave nothing out."""
-    monkeypatch.setattr(drift, "_CHUNK", 7)
+    monkeypatch.setattr(sums, "_CHUNK", 7)
     eager, compiled = gradients(), gradients(seed=1)
     expected_rel, expected_cosine = oracle(eager, compiled)
 
@@ -316,3 +319,59 @@ def test_an_unknown_dtype_is_refused():
     """The message names it and what is known."""
     with pytest.raises(ValueError, match=r"for torch\.int32, expected one of torch\.float64"):
         tolerance_for(torch.int32)
+
+
+def effects(name, eager, compiled):
+    return [Outcome(loss=None, gradients={}, effects={name: torch.tensor(value)}) for value in (eager, compiled)]
+
+
+def test_a_loss_near_zero_is_judged_by_what_rounding_can_resolve_of_it():
+    """A loss that is a difference of large numbers: 1e-6 is all rounding, 1e-2 is not."""
+    spread = torch.tensor(5.0)
+    eager = Outcome(loss=torch.tensor(1e-7), gradients=gradients(), loss_spread=spread)
+    near, far = (Outcome(loss=torch.tensor(1e-7 + moved), gradients=gradients()) for moved in (1e-6, 1e-2))
+
+    assert judge(eager, near).loss_rel == pytest.approx(2e-7, rel=1e-3)
+    assert judge(eager, near).within_tolerance is True
+    assert judge(eager, far).within_tolerance is False
+
+
+@pytest.mark.parametrize(("moved", "expected"), [(0.0, True), (1e-7, False), (4e-3, True)])
+def test_a_logged_value_is_judged_only_where_rounding_moves_it_and_by_that(moved, expected):
+    found, floor = (measured(*effects("logged x", 1.0, other)) for other in (1.01, 1.0 + moved))
+
+    verdict = drift.judged(found, noise_floor=None, rng="none", tolerance=1e-4, nudged=floor)
+
+    assert verdict.within_tolerance is expected
+    assert (verdict.worst_effect, verdict.effect_rel) == ("logged x", pytest.approx(0.01, rel=1e-4))
+
+
+def test_a_buffer_is_judged_as_gradients_are():
+    found = measured(*effects("buffer x", 1.0, 1.01))
+
+    assert drift.judged(found, noise_floor=None, rng="none", tolerance=1e-4).within_tolerance is False
+    assert drift.judged(found, noise_floor=None, rng="unmatched", tolerance=1e-4).within_tolerance is None
+
+
+@pytest.mark.parametrize(("name", "expected"), [("output x", False), ("buffer x", False), ("logged x", None)])
+def test_an_output_or_a_buffer_that_compiled_code_spoils_is_a_finding_at_once(name, expected):
+    found = drift.judged(measured(*effects(name, 1.0, torch.nan)), noise_floor=None, rng="none", tolerance=1e-4)
+
+    assert (found.eager_finite, found.compiled_finite) == (None if expected is None else True, expected)
+
+
+def test_effects_of_another_size_are_apart():
+    found = measured(*effects("buffer x", [1.0, 2.0], [1.0]))
+
+    assert drift.judged(found, noise_floor=None, rng="none", tolerance=1e-4).within_tolerance is False
+
+
+def test_a_comparison_lets_go_of_what_it_has_compared():
+    expected = outcome(gradients(), None)
+    held = weakref.ref(expected.gradients["embed"])
+    comparison = Comparison(expected, frees=True)
+
+    comparison.gradient("embed", torch.ones(50, 8))
+
+    assert held() is None
+    assert comparison.end().gradients["scale"].compiled == 0  # never came, so it counts as zero

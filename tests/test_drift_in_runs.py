@@ -10,16 +10,15 @@ from compile_profiler import CompileProfiler
 from runs import Regression, differences, left_behind, train
 
 
-def faulty_backward(change):
-    """A backend whose backward graph's first float output, a gradient, goes through ``change``."""
+def faulty_backward(change, *, every=False):
+    """A backend whose backward graph's first float output, a gradient, goes through ``change``; or every one."""
 
     def bw_compiler(graph, example_inputs):
         def run(*inputs):
             outputs = list(graph.forward(*inputs))
-            first = next(
-                i for i, out in enumerate(outputs) if isinstance(out, torch.Tensor) and out.is_floating_point()
-            )
-            outputs[first] = change(outputs[first])
+            found = [i for i, out in enumerate(outputs) if isinstance(out, torch.Tensor) and out.is_floating_point()]
+            for i in found if every else found[:1]:
+                outputs[i] = change(outputs[i])
             return outputs
 
         return torch._dynamo.disable(run)

@@ -5,7 +5,7 @@ import pytest
 from compile_profiler.guard import Guard
 from faults import DOORS, RUNS, Tiny, boundary_of, complaints, crossings, recorded, run, short_blocks
 
-ONE_IN = {"measured": 16, "windows": 40, "failing": 30, "manual": 40, "manual, failing": 40}
+ONE_IN = {"measured": 30, "windows": 80, "failing": 50, "manual": 80, "manual, failing": 80}
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -19,7 +19,7 @@ def test_an_error_of_our_own_loses_no_run_and_leaves_nothing(kind):
 
     assert {boundary: wrong for boundary, wrong in found.items() if wrong} == {}
     assert len(counts) > 200
-    assert len({boundary.module for boundary in found}) > 5
+    assert len({boundary.module for boundary in found}) > 2
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -27,7 +27,7 @@ def test_a_run_that_is_spoiled_is_seen(monkeypatch):
     """The same check, of a guard that gives nothing back."""
     monkeypatch.setattr(Guard, "_rewind_from", lambda self, failure: None)
     with short_blocks():
-        plain, counts = run(Tiny, None), crossings("failing")
+        plain, counts = run(Tiny, None), recorded("failing")
         (code,) = (code for code in counts if boundary_of(code).name == "advice")
         found = complaints("failing", code, 1, plain)
 

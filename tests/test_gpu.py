@@ -7,14 +7,20 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config
 from click.testing import CliRunner
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
+import compile_cases as cases
 from compile_profiler import CompileProfiler
 from compile_profiler.cli import main
+from compile_profiler.scaling import LossScale
+from compile_profiler.watch import LOOK_EVERY, Watch
 from runs import Regression, differences, left_behind, train
+from test_drift_found import StopsEarly
 from test_manual import Accumulates, AccumulatesAndDrops, Adversarial
 from zoo import COMPILED_DIFFERS, ZOO, Checkpointing, Counters, CustomFunction, DropoutAndBatchNorm, MomentumQueue
 
@@ -179,6 +185,134 @@ def test_pairs_through_ddps_wrapper_leave_no_trace(mode, views):
 
     assert profiler.report.speedup.num_pairs > 3
     assert differences(observed, measured) == []
+
+
+class MakesNumbersOnTheHost(cases.Case):
+    """A scalar tensor on the CPU among the inputs of the graph."""
+
+    def training_step(self, batch, batch_idx):
+        scale = torch.tensor(2.0)
+        return self.error(self.net(batch[0]) * (scale + self.host), batch)  # here
+
+    def on_train_start(self):
+        self.host = torch.tensor(1.0)
+
+
+class WritesItsInput(cases.Case):
+    """A tensor of the batch is written in place: it lies elsewhere on every step, so it cannot be replayed."""
+
+    def training_step(self, batch, batch_idx):
+        batch[0].mul_(2.0)  # here
+        return self.error(self.net(batch[0]), batch)
+
+
+@pytest.mark.parametrize(
+    ("module_class", "options", "cause"),
+    [
+        # Since torch 2.9 a graph is cut around what is on the CPU, unless that is switched off.
+        (MakesNumbersOnTheHost, {"graph_partition": False}, "unsupported"),
+        (WritesItsInput, {}, "side_effect"),
+    ],
+)
+def test_a_cuda_graph_that_is_skipped_is_told_with_reason_and_line(module_class, options, cause):
+    torch._dynamo.reset()
+    profiler = CompileProfiler(
+        options={"triton.cudagraphs": True, **options}, max_pairs=0, verbose=False, fallback=False
+    )
+    with torch._inductor.config.patch(force_disable_caches=True):  # of a cached graph nothing is said again
+        train(module_class, [profiler], **{**ON_GPU, "max_steps": 8, "validate": False})
+    compiles = profiler.report.compiles
+    skips = [event for event in compiles.events if event.kind == "cudagraph_skip"]
+
+    assert compiles.graphs == 1
+    assert compiles.cudagraph_skips == sum(event.count for event in skips) > 0
+    assert cause in {event.cause for event in skips}
+    named = next(event for event in skips if event.cause == cause)
+    assert (named.file, named.line, named.owner) == (__file__, cases.line_of(module_class), "user")
+    assert named.hint
+    assert named.detail
+
+
+def test_graphs_that_became_cuda_graphs_are_counted():
+    torch._dynamo.reset()
+    asked = CompileProfiler(mode="reduce-overhead", max_pairs=0, verbose=False)
+    train(cases.Case, [asked], **{**ON_GPU, "max_steps": 8, "validate": False})
+    unasked = CompileProfiler(max_pairs=0, verbose=False)
+    train(cases.Case, [unasked], **{**ON_GPU, "max_steps": 4, "validate": False})
+
+    assert (asked.report.compiles.graphs, asked.report.compiles.cudagraphed) == (1, 1)
+    assert asked.report.compiles.cudagraph_skips == 0
+    assert unasked.report.compiles.cudagraphed is None
+
+
+def test_a_step_that_varies_heals_on_the_gpu_too():
+    torch._dynamo.reset()
+    profiler = CompileProfiler(dynamic=False, heal=True, max_pairs=0, verbose=False)
+    train(cases.VaryingLength, [profiler], **{**ON_GPU, "max_steps": 40, "validate": False})
+    (remedy,) = profiler.report.compiles.remedies
+
+    assert (remedy.change, remedy.helped) == ("dynamic=True", True)
+    assert profiler.report.compiles.limit_hits == 0
+
+
+class Heavy(Regression):
+    """Weights of 512 MiB, next to which everything else is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 4096), *(nn.Linear(4096, 4096) for _ in range(8)), nn.Linear(4096, 1))
+
+
+def peak_bytes_of(callbacks):
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    train(Heavy, callbacks, **{**ON_GPU, "max_steps": 6, "validate": False})
+    return torch.cuda.max_memory_allocated()
+
+
+def test_a_pair_needs_one_set_of_gradients_beside_the_runs_own():
+    """And a copy of the weights; a second set would be another 512 MiB."""
+    options = {"backend": "eager", "verbose": False, "fallback": False, "warmup_steps": 1, "pair_every_n_steps": 2}
+    plain, profiler = peak_bytes_of([]), CompileProfiler(**options)
+    extra = peak_bytes_of([profiler]) - plain
+    weights = 8 * 4096 * 4096 * 4
+
+    assert profiler.report.speedup.num_pairs > 0
+    assert 1.5 * weights < extra < 2.6 * weights  # the copy and the one set; with two it is three times the weights
+
+
+def test_dropout_on_the_gpu_is_matched_by_the_second_arm():
+    profiler = CompileProfiler(verbose=False, fallback=False, pair_every_n_steps=2)
+    train(DropoutAndBatchNorm, [StopsEarly(), profiler], **{**ON_GPU, "max_steps": 10**7, "validate": False})
+
+    assert (profiler.report.drift.rng, profiler.report.drift.within_tolerance) == ("matched", True)
+    assert profiler.report.drift.grad_rel < 1e-3
+
+
+def test_a_scaler_on_the_gpu_is_watched_and_no_alarm_is_raised_where_eager_skips_too():
+    profiler = CompileProfiler(backend="aot_eager", verbose=False, fallback=False, pair_every_n_steps=2)
+    train(Regression, [profiler], **{**ON_GPU, "precision": "16-mixed", "validate": False})
+
+    assert profiler.report.verdict.reason not in ("drift", "non_finite")
+    assert profiler.report.speedup.num_pairs > 0
+
+
+def test_the_watch_notices_a_loss_that_is_not_finite_without_waiting():
+    """Some steps later, when the copy has arrived."""
+    watch = Watch(LossScale(None), rest_steps=1)
+    fine, bad = torch.ones((), device="cuda"), torch.full((), torch.inf, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for n in range(3 * LOOK_EVERY):
+                watch.see(bad if n == 1 else fine)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    watch.see(fine)
+
+    assert watch.alarm == "loss"
 
 
 def test_a_benchmark_measures_modes_on_the_device(tmp_path):

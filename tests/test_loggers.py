@@ -145,6 +145,19 @@ def test_a_layout_of_the_users_own_is_the_one_that_is_shown(tmp_path, hook):
     assert layouts(logger.log_dir)[-1].category[0].title == "mine"
 
 
+@pytest.mark.parametrize(("max_steps", "logged"), [(20, 1), (60, 4)])
+def test_the_speedup_is_logged_together_with_its_band_or_once_at_the_end(max_steps, logged):
+    """TensorBoard draws no band whose curves begin at different steps."""
+    logger = InMemoryLogger()
+    profiler = CompileProfiler(backend="eager", fallback=False, verbose=False)
+    train(Regression, [profiler], logger=logger, max_steps=max_steps)
+    middle, low, high = (logger.steps_of(tag) for tag in CHARTS[0].tags)
+
+    assert len(middle) >= logged
+    assert middle == low == high or (len(middle), low, high) == (1, [], [])
+    assert (profiler.report.speedup.low is None) == (not low)
+
+
 def exported(folder, **trainer_options):
     """An export of reports into an event file, and the trainer whose logger writes it."""
     logger = pl.loggers.TensorBoardLogger(folder, version=0)

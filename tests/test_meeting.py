@@ -124,7 +124,9 @@ class SimulatedRank:
 
     def finding(self):
         return Finding(
-            unready=self.step < self.warm_at or self.happens(),
+            unready=self.happens(),
+            cold=self.step < self.warm_at,
+            alarm=2 * self.happens(0.2),
             failed=self.has_failed,
             news=self.happens(0.5),
             steps_per_pair=5,
@@ -137,9 +139,10 @@ class SimulatedRank:
     def hear(self, common, of_each):
         self.known, self.seconds = common, of_each
 
-    def pair_with_all(self):
+    def pair_with_all(self, *, scheduled):
         sample = yield from self.pairs.take(((), {}), step=self.step)
         self.samples.append(sample)
+        return scheduled
 
     def failure(self):
         return packed(Verdict(decision="eager", reason="runtime_error", message=f"rank {self.rank}", step=self.step))

@@ -15,12 +15,12 @@ def leaking(graph, example_inputs):
     return graph.forward
 
 
-@pytest.mark.parametrize(("backend", "leaks"), [("eager", False), (leaking, True)])
+@pytest.mark.parametrize(("backend", "number", "leaks"), [("eager", 20, False), (leaking, 10, True)])
 @pytest.mark.filterwarnings("ignore")
-def test_twenty_fits_in_one_process(backend, leaks):
+def test_many_fits_in_one_process(backend, number, leaks):
     kept.clear()
     with memory.quiet():
-        sizes = list(memory.sizes("fits", "callback", number=20, options={"backend": backend}, steps=8))
+        sizes = list(memory.sizes("fits", "callback", number=number, options={"backend": backend}, steps=6))
     slope_kib = memory.slope(sizes[5:]) / KIB
     kept.clear()
 

@@ -1,5 +1,6 @@
 """What the compiler did is told right: kind, owner, cause, place and count of every case, in real fits."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,13 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo import callback as dynamo_callback
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
 
 import compile_cases as cases
-from compile_cases import first_line, line_of
+from compile_cases import line_of
+from compile_expectations import EPOCHS, LIMIT, OLD, SETTLED, STEP, STORMS, markdown_table
 from compile_profiler import CompileProfiler
 from compile_profiler.causes import detail_of, explain_break, explain_recompile
+from compile_profiler.compiler import Sources
 from compile_profiler.observe import Observer
 from runs import Regression, train
 
@@ -30,90 +34,6 @@ pytestmark = [
 ]
 
 FILE = cases.__file__
-LIMIT = 8
-"""torch's recompile limit: so many graphs of one function, then eager."""
-
-# Case: counts that are not zero, then its events but the graphs: kind, owner, cause, line, function, count.
-STEP = "training_step"
-SETTLED = {
-    cases.Prints: (
-        {"graphs": 2, "graph_breaks": 1},
-        [("graph_break", "user", "side_effect", line_of, STEP, 1)],
-    ),
-    cases.BranchesOnItem: (
-        {"graphs": 4, "recompiles": 2, "graph_breaks": 1},
-        [
-            ("graph_break", "user", "data_dependent", line_of, STEP, 1),
-            ("recompile", "user", "data_dependent", line_of, STEP, 2),
-        ],
-    ),
-    cases.Masks: (
-        {"graphs": 3, "recompiles": 1, "graph_breaks": 1},
-        [
-            ("graph_break", "user", "data_dependent", line_of, STEP, 1),
-            ("recompile", "user", "shape", line_of, STEP, 1),
-        ],
-    ),
-    cases.RaggedTail: (
-        {"graphs": 2, "recompiles": 1},
-        [("recompile", "user", "shape", first_line, STEP, 1)],
-    ),
-    cases.VaryingLength: (
-        {"graphs": 2, "recompiles": 1},
-        [("recompile", "user", "shape", first_line, STEP, 1)],
-    ),
-    cases.EveryThirdBatch: (
-        {"graphs": 3, "recompiles": 2},
-        [("recompile", "user", "python_scalar", line_of, STEP, 2)],
-    ),
-    cases.AnnealsFloat: (
-        {"graphs": 2, "recompiles": 1},
-        [("recompile", "user", "python_scalar", line_of, STEP, 1)],
-    ),
-    cases.Recurrent: (
-        {"eager_frames": 1},
-        [("skipped_frame", "user", "unsupported", line_of, STEP, 1)],
-    ),
-    cases.FreshModule: ({"graphs": 1}, []),
-    cases.FreshClosure: ({"graphs": 1}, []),
-    cases.CustomFunction: ({"graphs": 1}, []),
-    cases.CallsDisabled: (
-        {"graphs": 2, "graph_breaks": 1},
-        [("graph_break", "user", "side_effect", line_of, STEP, 1)],
-    ),
-    cases.CallsNumPy: (
-        {"graphs": 2, "graph_breaks": 1},
-        [("graph_break", "third_party", "unsupported", line_of, STEP, 2)],
-    ),
-    cases.CallsALibrary: (
-        {"graphs": 3, "graph_breaks": 1, "eager_frames": 1},
-        [
-            ("graph_break", "third_party", "data_dependent", line_of, STEP, 2),
-            ("skipped_frame", "third_party", "data_dependent", line_of, STEP, 1),
-        ],
-    ),
-    cases.TensorSubclass: (
-        {"eager_frames": 1},
-        [("skipped_frame", "user", "unsupported", line_of, STEP, 1)],
-    ),
-    cases.LayerDrop: (
-        {"graphs": 4, "recompiles": 2, "graph_breaks": 1},
-        [
-            ("graph_break", "user", "unsupported", line_of, STEP, 1),
-            ("recompile", "user", "python_scalar", line_of, STEP, 2),
-        ],
-    ),
-}
-# Case: cause, function, what the hint must name. All of them recompile until the limit.
-STORMS = {
-    cases.CountsItself: ("python_scalar", STEP, "register_buffer('n'"),
-    cases.CountsInAHelper: ("python_scalar", "scaled", "register_buffer('n'"),
-    cases.ReadsGlobalStep: ("python_scalar", STEP, "self.global_step"),
-    cases.ReadsCurrentEpoch: ("python_scalar", STEP, "self.current_epoch"),
-    cases.GrowsAList: ("python_scalar", STEP, "self.losses"),
-    cases.FreshClass: ("object_identity", STEP, "self.config"),
-}
-EPOCHS = {"max_epochs": LIMIT + 2, "max_steps": -1, "limit_train_batches": 1, "limit_val_batches": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -132,8 +52,10 @@ def observed(module_class, backend="aot_eager", target="step", stages=("train",)
 
 
 def not_zero(compiles):
-    names = ("graphs", "recompiles", "graph_breaks", "eager_frames", "limit_hits", "cudagraph_skips")
-    return {name: getattr(compiles, name) for name in names if getattr(compiles, name)}
+    return {name: getattr(compiles, name) for name in COUNTS if getattr(compiles, name)}
+
+
+BATCH, TAIL = "(8, 8):float32 (8, 1):float32", "(3, 8):float32 (3, 1):float32"
 
 
 def told(event):
@@ -168,6 +90,29 @@ def test_a_value_that_changes_on_every_step_meets_the_limit_and_is_named(module_
     assert (recompile.step, limit_hit.step) == (1, LIMIT)
     assert named in recompile.hint
     assert named in limit_hit.hint
+
+
+@pytest.mark.skipif(OLD, reason="the table is that of torch 2.13")
+def test_the_docs_show_every_case_and_what_is_told_of_it():
+    docs = (Path(FILE).parents[1] / "docs" / "explain.md").read_text(encoding="utf-8")
+
+    assert markdown_table() in docs
+
+
+@pytest.mark.parametrize("module_class", [cases.RaggedTail, cases.Prints])
+def test_an_event_carries_step_epoch_stage_and_the_shapes_of_its_batch(module_class):
+    events = observed(module_class, max_steps=8).events
+    graph, other = events[0], next(event for event in events if event.kind != "graph")
+    tail = module_class is cases.RaggedTail
+
+    assert (graph.step, graph.epoch, graph.stage, graph.shapes) == (0, 0, "train", BATCH)
+    assert (other.step, other.shapes) == ((5, TAIL) if tail else (0, BATCH))
+
+
+def test_what_is_compiled_in_validation_has_the_shapes_of_its_batch():
+    (graph,) = [event for event in observed(Regression, stages=("train", "validate")).events if event.stage == "sanity"]
+
+    assert graph.shapes == "(32, 8):float32 (32, 1):float32"
 
 
 def test_a_healthy_module_that_logs_has_one_graph_and_nothing_else():
@@ -217,15 +162,16 @@ def test_a_limit_hit_carries_the_step_at_which_it_happened_and_no_time():
 
 
 def test_counts_are_those_of_torchs_own_logs():
-    """Lines and places that TORCH_LOGS prints for the very same fits."""
-    names = ["Prints", "BranchesOnItem", "CountsItself", "CallsALibrary", "VaryingLength"]
+    """Lines and places that TORCH_LOGS prints for the very same fits, of every case that is not merely one graph."""
+    names = [case.__name__ for case in (*SETTLED, *STORMS) if case in STORMS or SETTLED[case][1]]
     script = f"""if True:
         import json, sys
         import compile_cases, test_observe
         for name in {names}:
             print("#", name, file=sys.stderr, flush=True)
             test_observe.torch._dynamo.reset()
-            found = test_observe.observed(getattr(compile_cases, name))
+            run = test_observe.EPOCHS if name == "ReadsCurrentEpoch" else {{"max_steps": 10}}
+            found = test_observe.observed(getattr(compile_cases, name), backend="eager", **run)
             print(json.dumps([name, found.recompiles, found.graph_breaks]), file=sys.stderr, flush=True)
     """
     paths = [str(Path(FILE).parent), str(Path(FILE).parents[1] / "callbacks")]
@@ -355,19 +301,66 @@ def test_more_compilations_than_torch_keeps_records_of_are_all_seen(observer):
     assert sum(event.count for event in compiles.events) == 70
 
 
-@pytest.mark.parametrize("missing", ["get_compilation_metrics", "graph_break_reasons", "counters"])
-def test_a_missing_part_of_torch_costs_its_own_figures_alone(observer, monkeypatch, missing):
-    """Graphs are known from records or counters, breaks from their list."""
-    monkeypatch.delattr(dynamo_utils, missing)
+COUNTS = ("graphs", "recompiles", "graph_breaks", "eager_frames", "limit_hits", "cudagraph_skips")
 
-    torch.compile(lambda x: (print(x.shape), x * 2)[1] + x, backend="eager")(torch.ones(2) * 2)
-    found = observer.poll("train", step=0, epoch=0)
-    compiles = observer.compiles()
 
-    assert found
-    assert compiles.graphs == 1
-    assert compiles.graph_breaks == (missing != "graph_break_reasons")
-    assert compiles.recompiles == compiles.limit_hits == 0
+def printing(x):
+    y = x + 1
+    print("between")
+    return y * 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "unknown"),
+    [
+        (["listeners"], []),
+        (["records"], ["recompiles", "eager_frames", "limit_hits"]),
+        (["break_reasons"], ["graph_breaks"]),
+        (["counters"], ["cudagraph_skips"]),
+        (["records", "counters"], ["graphs", "recompiles", "eager_frames", "limit_hits", "cudagraph_skips"]),
+        (["listeners", "records", "break_reasons"], ["recompiles", "graph_breaks", "eager_frames", "limit_hits"]),
+        (["listeners", "records", "break_reasons", "counters"], COUNTS),
+    ],
+    ids=", ".join,
+)
+def test_a_source_that_torch_lacks_costs_its_own_figures_alone(missing, unknown):
+    """They are null; the others are those of a complete torch."""
+    sources = dataclasses.replace(Sources.of_torch(), **dict.fromkeys(missing))
+    watching = Observer(sources)
+    watching.start()
+    watching.skip()
+
+    for size in (3, 4, 5):
+        torch.compile(printing, backend="eager")(torch.ones(size))
+    found = watching.poll("train", step=0, epoch=0)
+    watching.stop()
+    compiles = watching.compiles()
+
+    complete = {"graphs": 4, "recompiles": 2, "graph_breaks": 1, "eager_frames": 0, "limit_hits": 0}
+    assert found == sources.sees_compiling
+    assert {name for name in COUNTS if getattr(compiles, name) is None} == set(unknown)
+    assert {name: number for name, number in complete.items() if name not in unknown} == {
+        name: getattr(compiles, name) for name in complete if name not in unknown
+    }
+
+
+@pytest.mark.parametrize(
+    ("lost", "name", "unknown"),
+    [
+        (dynamo_utils, "get_compilation_metrics", {"recompiles", "eager_frames", "limit_hits"}),
+        (dynamo_callback, "callback_handler", set()),
+    ],
+    ids=["records", "listeners"],
+)
+def test_a_fit_under_a_torch_that_tells_less_reports_null_and_never_zero(lost, name, unknown, monkeypatch, tmp_path):
+    monkeypatch.delattr(lost, name)
+    compiles = observed(cases.CountsItself, backend="eager", default_root_dir=tmp_path, logger=False)
+    written = json.loads((tmp_path / "compile_profile.json").read_text())["compiles"]
+
+    assert {name for name in COUNTS if getattr(compiles, name) is None} == unknown
+    assert {name for name in COUNTS if written[name] is None} == unknown
+    assert (compiles.graphs, compiles.graph_breaks) == (LIMIT, 0)
+    assert compiles.limit_hits in (None, 1)
 
 
 def test_polling_costs_two_microseconds_while_nothing_compiles(observer):

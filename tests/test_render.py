@@ -257,7 +257,7 @@ def test_events_show_what_can_be_acted_on_first() -> None:
         "| validate, step 3 | branch on a tensor; use torch.where |",
         f"| graph | {UNKNOWN} | training\\_step | {UNKNOWN} | {UNKNOWN} | 1 | 17.2 s | train, step 0 | {UNKNOWN} |",
     ]
-    assert "models/gpt.py:41, forward, data_dependent, branch on a tensor" in unwrapped(printed(FULL))
+    assert "models/gpt.py:41, forward, data_dependent, use torch.where" in unwrapped(printed(FULL))
 
 
 def test_events_are_cut_at_the_stated_number() -> None:

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from compile_profiler.records import Compiles, Drift, Event, Sample
+from compile_profiler.records import Compiles, Drift, Event, Remedy, Sample
 from compile_profiler.verdict import Limits, judge, persistent_drift
 
 COMPILED = Compiles(graphs=2)
@@ -25,7 +25,7 @@ def pairs(*ratios, drift=None, void=None, shape="32"):
     ]
 
 
-def judged(samples, compiles=COMPILED, *, limits=None, num_compiled_steps=60, **explained):
+def judged(samples, compiles=COMPILED, *, limits=None, num_compiled_steps=60, num_steps_seen=60, **explained):
     return judge(
         samples,
         compiles,
@@ -33,7 +33,7 @@ def judged(samples, compiles=COMPILED, *, limits=None, num_compiled_steps=60, **
         step=77,
         config={"mode": "default"},
         num_compiled_steps=num_compiled_steps,
-        num_steps_seen=60,
+        num_steps_seen=num_steps_seen,
         **explained,
     )
 
@@ -118,10 +118,10 @@ def test_drift_needs_three_judged_samples_in_a_row():
 def test_the_drift_message_names_what_differs_and_where():
     message = (
         "Compiled differs from eager in loss by 2.0e-02 and gradients by 3.0e-01 "
-        "(tolerance 1.0e-03, most in head.weight), in 3 pairs in a row; training goes on in eager."
+        "(tolerance 1.0e-03, most in head.weight), in 3 pairs in a row from step 0 on; training goes on in eager."
     )
     assert said(pairs(*FASTER[:3], drift=FAR))[2] == message
-    bare = "Compiled differs from eager in its results, in 3 pairs in a row; training goes on in eager."
+    bare = "Compiled differs from eager in its results, in 3 pairs in a row from step 0 on; training goes on in eager."
     assert said(pairs(*FASTER[:3], drift=Drift(within_tolerance=False)))[2] == bare
 
 
@@ -187,6 +187,46 @@ def test_the_recompile_limit_ends_in_eager_and_names_the_function():
     assert said(pairs(*FASTER), hit) == ("eager", "recompile_limit", message)
     assert said(pairs(*FASTER), dataclasses.replace(hit, events=(why, *hits)))[2] == explained
     assert "reached, so" in said(pairs(*FASTER), Compiles(graphs=8, limit_hits=1))[2]
+
+
+def test_guards_that_eat_the_gain_are_named_with_their_share():
+    slower = [Sample(step=n, eager_s=0.010, compiled_s=0.012) for n in range(8)]
+
+    def message(guard_s, samples=slower):
+        return judged(samples, dataclasses.replace(COMPILED, guard_s=guard_s)).message
+
+    assert "below the 1.02x asked for (25 % of a compiled pass go into checking which graph applies);" in message(0.003)
+    assert "checking" not in message(0.001)
+    assert "checking" not in message(None)
+    assert "checking" not in message(0.01, pairs(*FASTER))
+
+
+def test_compiling_now_and_then_is_a_storm_if_it_costs_more_than_it_saves():
+    """Eight of the last 64 steps, past the beginning; a compiled step saves 10 ms."""
+    faster = [Sample(step=n, eager_s=0.020, compiled_s=0.010) for n in range(9)]
+
+    def reason(num_recent_compiling=8, recent_compile_s=5.0, num_steps_seen=200):
+        verdict = judged(
+            faster,
+            num_recent_compiling=num_recent_compiling,
+            recent_compile_s=recent_compile_s,
+            num_steps_seen=num_steps_seen,
+        )
+        return verdict.reason
+
+    assert reason() == "recompile_storm"
+    assert reason(recent_compile_s=0.5) == "gain"  # 64 steps save 0.64 s
+    assert reason(num_recent_compiling=7) == "gain"
+    assert reason(num_steps_seen=100) == "gain"  # what a run compiles at first is still among the 64
+
+
+def test_a_remedy_that_did_not_help_is_part_of_the_message():
+    remedy = Remedy(step=5, change="dynamic=True")
+    hit = Compiles(graphs=8, limit_hits=1, remedies=(remedy,))
+    storm = dataclasses.replace(COMPILED, remedies=(remedy,))
+
+    assert "although it was healed with dynamic=True" in judged([], hit).message
+    assert "although it was healed with dynamic=True" in judged([], storm, num_recent_compiling=17).message
 
 
 def test_findings_are_weighed_in_one_order():

@@ -77,6 +77,10 @@ _ADVICE: tuple[tuple[str, str], ...] = (
         "The CUDA driver's libcuda.so is not where the linker looks: run ldconfig, or set LD_LIBRARY_PATH.",
     ),
     (
+        r"stance is 'fail_on_recompile'",
+        "torch.compiler.set_stance('fail_on_recompile') forbids a second graph: leave it out, or make shapes fixed.",
+    ),
+    (
         r"CUDAGraphs that has been overwritten",
         "A tensor that a CUDA graph writes was kept beyond its step: clone it, or leave mode='reduce-overhead' out.",
     ),

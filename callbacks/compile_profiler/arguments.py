@@ -28,6 +28,7 @@ class Settings:
     drift_tolerance: float | None
     drift_reference: str | None
     limits: Limits
+    heal: bool
     seed: int
     log: bool
     verbose: bool
@@ -61,6 +62,7 @@ class Settings:
             "stages": self.stages,
             "end_to_end": self.end_to_end,
             "drift_tolerance": self.drift_tolerance,
+            "heal": self.heal,
             **asdict(self.limits),
         }
 
@@ -81,6 +83,7 @@ def checked(
     drift_tolerance: Any,
     drift_reference: Any,
     fallback: Any,
+    heal: Any,
     seed: Any,
     log: Any,
     verbose: Any,
@@ -96,7 +99,7 @@ def checked(
     _check_type("mode", mode, (str, type(None)), "a name or None")
     _check_type("dynamic", options["dynamic"], (bool, type(None)), "True, False or None")
     _check_type("options", options["options"], (Mapping, type(None)), "a mapping or None")
-    flags = {"fullgraph": options["fullgraph"], "fallback": fallback, "log": log, "verbose": verbose}
+    flags = {"fullgraph": options["fullgraph"], "fallback": fallback, "heal": heal, "log": log, "verbose": verbose}
     for name, flag in flags.items():
         _check_type(name, flag, (bool,), "True or False")
     _check_number("warmup_steps", warmup_steps, 0, integral=True)
@@ -129,6 +132,7 @@ def checked(
         limits=Limits(
             min_speedup=min_speedup, confidence=confidence, max_pairs=max_pairs, drift=drift, fallback=fallback
         ),
+        heal=heal,
         seed=seed,
         log=log,
         verbose=verbose,

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import OptimizedModule
 from torchmetrics import Metric, MetricCollection
 
+from compile_profiler.compiler import lookup_s, tracing_with
 from compile_profiler.hooks import HookWatch
+from compile_profiler.logs import DeferredLogs
 from compile_profiler.own_code import OwnCode
+from compile_profiler.parts import submodules
 
 Call = Callable[..., Any]
 
@@ -37,6 +39,13 @@ def known_modes() -> list[str]:
     from torch._inductor import list_mode_options  # imported late: loads the compiler
 
     return list(list_mode_options())
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """The options that ``torch.compile(mode=...)`` stands for."""
+    from torch._inductor import list_mode_options  # imported late: loads the compiler
+
+    return dict(list_mode_options(mode))
 
 
 @contextmanager
@@ -103,58 +112,6 @@ def called_once(module: nn.Module, hook: str, call: Call) -> Iterator[None]:
             held.update(given_back)
 
 
-class DeferredLogs:
-    """Takes the place of ``self.log`` and ``self.log_dict`` inside compiled code: remembers, logs afterwards.
-
-    Appending to a list is something torch.compile can trace; what Lightning does inside ``log`` is not (on torch 2.12
-    and 2.13 it crashes, Lightning issue 21836). Values are copied at the call, as Lightning's own result does.
-    """
-
-    def __init__(self) -> None:
-        entries: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.entries = entries
-
-        def remember(name: str) -> Call:
-            def stand_in(*args: Any, **kwargs: Any) -> None:
-                graph = kwargs.get("enable_graph", False)
-                kept = {key: _copied(value, graph) for key, value in kwargs.items()}
-                entries.append((name, tuple([_copied(value, graph) for value in args]), kept))
-
-            return stand_in
-
-        self.stand_ins = {name: remember(name) for name in ("log", "log_dict")}
-
-    def taken(self, module: Any) -> list[Call]:
-        """Everything remembered, as calls of the module's real ``log`` and ``log_dict``, in order."""
-        entries = list(self.entries)
-        self.entries.clear()
-        return [
-            functools.partial(
-                getattr(module, name),
-                *[_given_back(value) for value in args],
-                **{key: _given_back(value) for key, value in kwargs.items()},
-            )
-            for name, args, kwargs in entries
-        ]
-
-
-def _copied(value: Any, graph: bool) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone() if graph else value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item, graph) for key, item in value.items()}
-    return value
-
-
-def _given_back(value: Any) -> Any:
-    """A value as eager code would have logged it: tracing turns NumPy scalars into arrays without dimensions."""
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        return value[()]
-    if isinstance(value, Mapping):
-        return {key: _given_back(item) for key, item in value.items()}
-    return value
-
-
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """In place of ``self.log`` in the eager pass of a pair."""
 
@@ -163,6 +120,10 @@ class Arm(Protocol):
     """A way to run a step method of the module."""
 
     name: str
+
+    @property
+    def logs(self) -> DeferredLogs:
+        """What takes the place of logging."""
 
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the method called ``hook``; nothing is logged."""
@@ -175,11 +136,15 @@ class EagerArm:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.logs = DeferredLogs()
 
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the hook as the user wrote it, without logging."""
-        with patched(disguised(self._module, {"log": _nothing, "log_dict": _nothing})):
-            return getattr(self._module, hook)(*args, **kwargs)
+        stand_ins = {"log": _nothing, "log_dict": _nothing} if self.logs.kept is None else self.logs.stand_ins
+        with patched(disguised(self._module, stand_ins)):
+            output = getattr(self._module, hook)(*args, **kwargs)
+        self.logs.drop()
+        return output
 
 
 class CompiledArm:
@@ -218,6 +183,7 @@ class CompiledArm:
         self._on_error = on_error
         self._options = {**options, **_ISOLATED}
         self._is_broken = False
+        self._tracer: dict[str, Any] = {}
         self._watch = HookWatch(module)
         self.logs = DeferredLogs()
         self._own_code = OwnCode()
@@ -228,6 +194,7 @@ class CompiledArm:
         module = self._module
         self._own_code.free()
         self._steps: dict[str, Call] = {}
+        self._functions: dict[str, types.FunctionType] = {}
         self._in_place: list[tuple[nn.Module, Call]] = []
         self.compiled_names: list[str] = []
         if self._target == "step":
@@ -254,7 +221,8 @@ class CompiledArm:
         method = getattr(self._module, hook)
         function = getattr(method, "__func__", None)
         if isinstance(function, types.FunctionType) and method.__self__ is self._module:
-            return functools.partial(torch.compile(self._own_code.of(function), **self._options), self._module)
+            self._functions[hook] = own = self._own_code.of(function)
+            return functools.partial(torch.compile(own, **self._options), self._module)
         return torch.compile(method, **self._options)
 
     def _compile_in_place(self, found: Mapping[str, nn.Module], *, shared: bool) -> None:
@@ -293,7 +261,7 @@ class CompiledArm:
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the hook compiled, without logging."""
         output = self.call(hook, *args, **kwargs)
-        self.logs.entries.clear()
+        self.logs.drop()
         return output
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
@@ -301,13 +269,37 @@ class CompiledArm:
         self.logs.entries.clear()
         if self._watch.changed():  # somebody put a hook on the module or took one off: no guard of torch sees that
             self._compile()
-        with patched(self._patches):
+        with patched(self._patches), tracing_with(self._tracer):
             step = self._steps.get(hook) or getattr(self._module, hook)
             return step(*args, **kwargs)
+
+    def lookup_s(self, hook: str, *args: Any, **kwargs: Any) -> float | None:
+        """Seconds that a call of the compiled hook takes to find its graph; ``None`` where that cannot be seen."""
+        function = self._functions.get(hook)
+        if function is None:
+            return None
+        bound = inspect.signature(function).bind(self._module, *args, **kwargs)
+        bound.apply_defaults()
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        enclosed = {name: cell.cell_contents for name, cell in cells}  # __class__ for one: super() needs it
+        with patched(self._patches):
+            return lookup_s(function.__code__, {**bound.arguments, **enclosed})
+
+    def change(self, *, options: Mapping[str, Any], tracer: Mapping[str, Any]) -> None:
+        """Compile anew from the next call on.
+
+        Args:
+            options: other arguments of ``torch.compile``.
+            tracer: settings of torch's tracer for the duration of a call, because ``torch.compile`` takes none.
+        """
+        self._options.update(options)
+        self._tracer.update(tracer)
+        self._compile()
 
     def release(self) -> None:
         """Drop the compiled code, so that torch can free graphs and CUDA-graph pools."""
         self._steps.clear()
+        self._functions.clear()
         self._in_place.clear()
         self._patches.clear()
         self.logs.entries.clear()
@@ -338,62 +330,3 @@ def _compiled_by_user(module: nn.Module) -> dict[str, Call]:
         return {}
     # Tracing takes the way to the class's forward, past _compiled_call_impl, unless the object has one of its own.
     return {"forward": module.forward, "_compiled_call_impl": _outside_the_graph(theirs)}
-
-
-def submodules(module: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:
-    """The modules that a target other than ``"step"`` stands for, by name (``""`` is the module itself).
-
-    Raises:
-        ValueError: a name is not a submodule, or ``"blocks"`` finds no repeated block.
-    """
-    if target == "forward":
-        return {"": module}
-    if target == "networks":
-        return dict(_networks(module, ""))
-    if target == "blocks":
-        found = dict(_blocks(module, ""))
-        if not found:
-            raise ValueError(
-                f"target='blocks' found no block in {type(module).__name__}: no ModuleList or Sequential holds two or "
-                "more modules of one class that have submodules of their own. Use target='step' or a list of names."
-            )
-        return found
-    known = dict(module.named_modules())
-    for name in target:
-        if name not in known or not name:
-            names = ", ".join(sorted(key for key, _ in module.named_children())[:20])
-            raise ValueError(
-                f"target names the submodule {name!r}, which {type(module).__name__} does not have. "
-                f"Expected names as in named_modules(), for instance {names or 'none: it has no submodules'}."
-            )
-    return {name: known[name] for name in target}
-
-
-def _blocks(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
-    """Repeated blocks, outermost first: siblings of one class in a list that do more than one torch layer does."""
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        siblings = list(child.named_children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
-        kinds = [type(sibling) for _, sibling in siblings]
-        chosen = {kind for kind in kinds if kinds.count(kind) > 1 and not _is_plain_layer(kind)}
-        for sibling_name, sibling in siblings:
-            if type(sibling) in chosen and any(True for _ in sibling.parameters()):
-                yield f"{path}.{sibling_name}", sibling
-            else:
-                yield from _blocks(sibling, f"{path}.{sibling_name}.")
-        if not siblings:
-            yield from _blocks(child, f"{path}.")
-
-
-def _networks(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
-    """Children that own parameters; of a list or a dict, which nobody calls, what is in it."""
-    for name, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _networks(child, f"{prefix}{name}.")
-        elif any(True for _ in child.parameters()):
-            yield f"{prefix}{name}", child
-
-
-def _is_plain_layer(kind: type) -> bool:
-    """Linear, ReLU and the like: compiled alone they have nothing to fuse. Transformer layers do."""
-    return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.transformer"

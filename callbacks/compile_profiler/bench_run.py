@@ -17,9 +17,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from compile_profiler import arms, host
+from compile_profiler import host
 from compile_profiler.callback import CompileProfiler
 from compile_profiler.lookup import RequestError, named
+from compile_profiler.parts import submodules
 from compile_profiler.render import one_line
 
 
@@ -88,7 +89,7 @@ def run(plan: Plan) -> None:
     package = importlib.import_module(host.package_of(module))
     if isinstance(plan.options.get("target"), list):
         try:
-            arms.submodules(module, plan.options["target"])
+            submodules(module, plan.options["target"])
         except ValueError as error:
             raise RequestError(str(error)) from None
     trainer = _trainer(package, plan, profiler)

@@ -9,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec
 
-from compile_profiler import arms, host
+from compile_profiler import host
 from compile_profiler.arguments import EndToEndMethod, Target, checked
 from compile_profiler.checkpoint import KEY
 from compile_profiler.export import Export
+from compile_profiler.parts import submodules
 from compile_profiler.records import Report, Verdict
 from compile_profiler.render import print_table
 from compile_profiler.session import Session
@@ -82,6 +83,8 @@ class CompileProfiler(host.Callback):
         drift_tolerance: limit on the relative distance of loss and gradients; ``None`` takes it from the dtype.
         drift_reference: ``"float64"`` compares both arms with a double precision run.
         fallback: ``False`` keeps the run compiled whatever the verdict; only errors still go to eager.
+        heal: change the compiled target where it is recompiled again and again and that can be mended: ``dynamic=True``
+            for a size that varies, a symbolic integer for a number that changes. Data and user code stay as they are.
         seed: of the private coin that orders the arms.
         log: send scalars and texts to the trainer's loggers.
         verbose: print a line at each decision and a table at the end of fit.
@@ -112,6 +115,7 @@ class CompileProfiler(host.Callback):
         drift_tolerance: float | None = None,
         drift_reference: Literal["float64"] | None = None,
         fallback: bool = True,
+        heal: bool = False,
         seed: int = 0,
         log: bool = True,
         verbose: bool = True,
@@ -138,6 +142,7 @@ class CompileProfiler(host.Callback):
             drift_tolerance=drift_tolerance,
             drift_reference=drift_reference,
             fallback=fallback,
+            heal=heal,
             seed=seed,
             log=log,
             verbose=verbose,
@@ -176,7 +181,7 @@ class CompileProfiler(host.Callback):
                 "the Trainer has more than one CompileProfiler; a module can be compiled by one. Keep one."
             )
         if self._settings.target != "step":
-            arms.submodules(pl_module, self._settings.target)
+            submodules(pl_module, self._settings.target)
         # Here and not when writing: log_dir is a collective that all ranks must call.
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)
         self._report = Report()
@@ -220,7 +225,7 @@ class CompileProfiler(host.Callback):
     ) -> None:
         """Account for the step; run a pair on its batch if one is due."""
         if self._session is not None:
-            self._session.on_step_end()
+            self._session.on_step_end(host.loss_in(outputs))
 
     @_guarded
     def on_validation_start(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
@@ -239,7 +244,7 @@ class CompileProfiler(host.Callback):
     ) -> None:
         """Account for what was compiled in validation."""
         if self._session is not None:
-            self._session.on_validation_step_end()
+            self._session.on_validation_step_end(batch)
 
     @_guarded
     def on_save_checkpoint(

@@ -129,7 +129,7 @@ _BREAKS: tuple[tuple[re.Pattern[str], Cause, str], ...] = (
         "The backend failed on this graph, so it runs in eager. Try another backend, or another target.",
     ),
 )
-_UNTRACEABLE = (
+UNTRACEABLE = (
     "torch.compile cannot trace this construct. Move it out of the step, or name the other submodules in target."
 )
 
@@ -149,7 +149,7 @@ def explain_break(reason: str) -> Explanation:
     for pattern, cause, hint in _BREAKS:
         if pattern.search(context):
             return Explanation(cause, hint)
-    return Explanation("unsupported", _UNTRACEABLE)
+    return Explanation("unsupported", UNTRACEABLE)
 
 
 def explain_recompile(reason: str) -> Explanation:

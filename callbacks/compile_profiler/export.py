@@ -10,7 +10,7 @@ from typing import Any
 from compile_profiler import host, loggers
 from compile_profiler.records import Report
 from compile_profiler.render import events_markdown, verdict_markdown
-from compile_profiler.scalars import EVENTS_TAG, SCALARS, VERDICT_TAG, described, layout, scalars
+from compile_profiler.scalars import CHARTS, EVENTS_TAG, SCALARS, VERDICT_TAG, described, layout, scalars, whole_bands
 
 FILE_NAME = "compile_profile.json"
 
@@ -30,6 +30,7 @@ class Export:
         self._file = directory / FILE_NAME
         self._logs = log and bool(trainer.loggers) and not trainer.barebones
         self._laid_out = False
+        self._has_bands = False
         self._sent: dict[tuple[Callable[..., None], str], str] = {}  # texts by door and tag
         self._milestone: tuple[str, str] | None = None
         self._verbose = verbose and trainer.is_global_zero
@@ -52,7 +53,7 @@ class Export:
         Args:
             report: what is known.
             step: where.
-            last: whether nothing follows in this fit.
+            last: whether nothing follows in this fit: one too short for a band gets the curve in its middle.
         """
         self._logs = self._deliver(lambda to: self._send(to, report, step, last), "the scalars, nothing more is logged")
 
@@ -60,7 +61,10 @@ class Export:
         if not self._laid_out:
             loggers.lay_out(to, layout())
             self._laid_out = True
-        loggers.send_scalars(to, scalars(report), step)
+        figures = scalars(report)
+        whole = whole_bands(figures)
+        self._has_bands = self._has_bands or any(chart.band and chart.tags[0] in whole for chart in CHARTS)
+        loggers.send_scalars(to, figures if last and not self._has_bands else whole, step)
         milestone = (report.verdict.decision, report.verdict.reason)
         doors = [loggers.show_text]
         if last or milestone != self._milestone:

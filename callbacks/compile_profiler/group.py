@@ -79,7 +79,7 @@ class Group:
         began_s = time.monotonic()
         told_s = began_s
         while not work.is_completed():
-            time.sleep(0.01)
+            time.sleep(0.001)
             if time.monotonic() - told_s > TELL_EVERY_S:
                 told_s = time.monotonic()
                 self._tell(f"waiting for other processes that compile, for {told_s - began_s:.0f} s so far.")

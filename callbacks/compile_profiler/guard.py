@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_profiler.arms import Call, CompiledArm
+from compile_profiler.logs import DeferredLogs
 from compile_profiler.manual import OwnSteps
 from compile_profiler.reducer import reached
 from compile_profiler.sandbox import GENERATORS, RandomState, Snapshot
@@ -76,6 +77,11 @@ class Guard:
         self._random: RandomState | None = None
         self._parameters = list(module.parameters())
         self._call: tuple[str, tuple[Any, ...], dict[str, Any]] | None = None
+
+    @property
+    def logs(self) -> DeferredLogs:
+        """Those of the arm."""
+        return self._arm.logs
 
     @property
     def _device(self) -> torch.device:

@@ -11,12 +11,13 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from tqdm import tqdm
 
 from compile_profiler.arms import patched
@@ -79,6 +80,29 @@ def stage_of(trainer: Trainer) -> Stage:
     return _STAGES.get(str(stage.value) if stage is not None else "train", "train")
 
 
+def loss_in(outputs: Any) -> Tensor | None:
+    """The loss in what the end of a training batch is told, if there is one."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss if isinstance(loss, Tensor) else None
+
+
+def seconds_left(trainer: Trainer, step_s: float) -> float:
+    """Seconds until this fit ends, by its limits in steps, epochs and time; ``inf`` where it has none.
+
+    Args:
+        trainer: the Trainer.
+        step_s: seconds of one batch.
+    """
+    num_steps, done = float(trainer.estimated_stepping_batches), max(int(trainer.global_step), 1)
+    num_batches = int(trainer.fit_loop.epoch_loop.total_batch_idx) + 1
+    left_s = [(num_steps - done) / done * num_batches * step_s]
+    for callback in trainer.callbacks:  # max_time is a callback
+        remaining = getattr(callback, "time_remaining", None)
+        if callable(remaining) and (seconds := remaining()) is not None:
+            left_s.append(float(seconds))
+    return max(0.0, min(left_s))
+
+
 def unsupported(trainer: Trainer, module: LightningModule, target: str | Sequence[str]) -> str | None:
     """Why this run cannot be measured fairly, or ``None``."""
     way = parallelism(trainer)
@@ -122,6 +146,13 @@ def parallelism(trainer: Trainer) -> Parallelism | None:
 def target_for(module: LightningModule, target: str | Sequence[str]) -> str | Sequence[str]:
     """What to compile: a step that moves optimizers itself is no graph, the networks that it calls are."""
     return "networks" if target == "step" and not module.automatic_optimization else target
+
+
+@contextmanager
+def step_context(trainer: Trainer) -> Iterator[None]:
+    """Grad mode and precision as a training step has them."""
+    with torch.enable_grad(), trainer.strategy.precision_plugin.train_step_context():
+        yield
 
 
 def warn(message: str) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from compile_profiler import machine, targets
+from compile_profiler import machine
 from compile_profiler.advice import advice
+from compile_profiler.explainer import Explainer
 from compile_profiler.ledger import Ledger
 from compile_profiler.meeting import Finding
 from compile_profiler.notices import failure
-from compile_profiler.observe import Observer
 from compile_profiler.records import Reason, Sample, Verdict
 from compile_profiler.verdict import Limits, judge
 
@@ -32,16 +30,14 @@ class Judgement:
         limits: what the user asked for.
         config: what is compiled how.
         ledger: what has been seen.
-        observer: what the compiler has done.
+        explainer: what the compiler has done.
     """
 
-    def __init__(self, limits: Limits, config: dict[str, Any], ledger: Ledger, observer: Observer) -> None:
+    def __init__(self, limits: Limits, config: dict[str, Any], ledger: Ledger, explainer: Explainer) -> None:
         self._limits = limits
         self._config = config
         self._ledger = ledger
-        self._observer = observer
-        self._other_targets: list[str] | None = None
-        self._never_ran = False
+        self._explainer = explainer
         self.verdict = Verdict(config=config)
 
     def steps_per_pair(self, pair_every_n_steps: int, overhead_budget: float) -> float:
@@ -69,16 +65,6 @@ class Judgement:
         rested = len(self._ledger.asked_samples) >= 2 * self._limits.max_pairs
         return "the answer was not clear" if self.verdict.reason == "inconclusive" and rested else None
 
-    def look_for_targets(self, module: nn.Module, target: str | Sequence[str], run: Callable[[], object]) -> None:
-        """Once, where nothing was compiled: see in one eager pass, which leaves no trace, what the step calls."""
-        if self._other_targets is not None:
-            return
-        self._other_targets = []
-        with contextlib.suppress(Exception):  # a step that cannot be run twice: no advice then
-            names = targets.called(module, run)
-            self._never_ran = targets.never_ran(module, target, names)
-            self._other_targets = targets.other_targets(module, target, names)
-
     def judge(self, step: int, common: Finding, *, by_windows: bool) -> Verdict:
         """The verdict on everything seen since the question was opened.
 
@@ -87,12 +73,14 @@ class Judgement:
             common: what all ranks have found.
             by_windows: whether speed is judged on windows of real steps.
         """
-        compiles = self._observer.compiles()
+        compiles = self._explainer.compiles()
         if common.without_graph:
             compiles = replace(compiles, graphs=0)
+        if common.limit_hits:
+            compiles = replace(compiles, limit_hits=common.limit_hits)
         return judge(
             self._ledger.asked_samples,
-            replace(compiles, limit_hits=max(compiles.limit_hits, common.limit_hits)),
+            compiles,
             limits=self._limits,
             step=step,
             config=self._config,
@@ -100,14 +88,16 @@ class Judgement:
             num_steps_seen=self._ledger.num_steps,
             num_recent_compiling=max(self._ledger.num_recent_compiling, common.num_recent_compiling),
             evidence=self._ledger.asked_windows if by_windows else None,
-            left_out=self._observer.left_out,
-            never_ran=self._never_ran,
-            other_targets=self._other_targets or (),
+            left_out=self._explainer.observer.left_out,
+            never_ran=self._explainer.never_ran,
+            other_targets=self._explainer.other_targets or (),
+            recent_compile_s=self._ledger.recent_compile_s,
+            validations=self._ledger.validations,
         )
 
     def on_failure(self, error: Exception, step: int, rank: int | None) -> Verdict:
         """The verdict on a compiled step that failed, on this rank of several or alone."""
-        reason: Reason = "compile_error" if self._observer.failed(error) else "runtime_error"
+        reason: Reason = "compile_error" if self._explainer.observer.failed(error) else "runtime_error"
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out_of_memory"
         message = failure(reason, error, advice(error, machine.system()), rank=rank)

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from compile_profiler.records import (
@@ -23,7 +23,7 @@ from compile_profiler.records import (
     Verdict,
 )
 from compile_profiler.stats import Interval, break_even_step, end_to_end_bracket, median_interval, saved_s, speedup
-from compile_profiler.verdict import RECENT_STEPS
+from compile_profiler.verdict import RECENT_STEPS, SKIPPED, UNSCHEDULED
 
 ORDINARY_STEPS = 50
 """Steps whose median is the ordinary step that a compiling step is compared with."""
@@ -52,12 +52,14 @@ class Ledger:
         self._began_s = read_s()
         self._compiling_steps_s: list[float] = []
         self._recent_steps_s: deque[float] = deque(maxlen=ORDINARY_STEPS)
-        self._recent_compiling: deque[bool] = deque(maxlen=RECENT_STEPS)
+        self._recent_compiling_s: deque[float | None] = deque(maxlen=RECENT_STEPS)  # None: nothing was compiled
         self._first_compiled_step = 0
         self._earlier_compile_s = 0.0
         self._asked_at = 0, 0  # pairs and couples of windows seen when the question was opened
         self.samples: list[Sample] = []
         self.window_samples: list[Sample] = []
+        self.validations: list[Sample] = []
+        self._pairs_s: list[float] = []
         self.num_steps = 0
         self.num_compiled_steps = 0
         self.probe_s = 0.0
@@ -70,30 +72,52 @@ class Ledger:
         if compiled and not self.num_compiled_steps:
             self._first_compiled_step = step
         self.num_compiled_steps += int(compiled)
-        self._recent_compiling.append(compiling)
+        self._recent_compiling_s.append(seconds if compiling else None)
         (self._compiling_steps_s if compiling else self._recent_steps_s).append(seconds)
 
     def add_pair(self, sample: Sample, seconds: float) -> None:
         """A pair was tried; it took so many wall seconds in all."""
         self.samples.append(sample)
+        self._pairs_s.append(seconds)
+        self.probe_s += seconds
+
+    def add_validation(self, sample: Sample, seconds: float) -> None:
+        """A batch of validation was compared; it took so many wall seconds."""
+        self.validations.append(sample)
         self.probe_s += seconds
 
     @property
     def num_recent_compiling(self) -> int:
         """Of the last ``RECENT_STEPS`` steps, those in which something was compiled."""
-        return sum(self._recent_compiling)
+        return sum(seconds is not None for seconds in self._recent_compiling_s)
+
+    @property
+    def recent_compile_s(self) -> float:
+        """Wall seconds that these took more than an ordinary step each."""
+        return self._more_than_ordinary_s(seconds for seconds in self._recent_compiling_s if seconds is not None)
+
+    def _more_than_ordinary_s(self, steps_s: Iterable[float]) -> float:
+        ordinary_s = self.ordinary_s
+        return sum(max(0.0, seconds - ordinary_s) for seconds in steps_s)
 
     @property
     def num_void_in_a_row(self) -> int:
-        """Pairs since the last usable one."""
-        return next((n for n, sample in enumerate(reversed(self.samples)) if sample.void is None), len(self.samples))
+        """Pairs that were due since the last usable one."""
+        due = [sample for sample in self.samples if sample.void not in UNSCHEDULED]
+        return next((n for n, sample in enumerate(reversed(due)) if sample.void is None), len(due))
 
     def steps_per_pair(self, overhead_budget: float) -> float:
         """Steps between two pairs at which measuring takes this share of training time."""
         if not self.samples or not self._recent_steps_s:
             return 0.0
-        pair_s = self.probe_s / len(self.samples)
+        # The typical one: a second arm compiled in one of them, for drift, was weighed by itself.
+        pair_s = statistics.median(self._pairs_s) if self._pairs_s else self.probe_s / len(self.samples)
         return pair_s / (overhead_budget * statistics.median(self._recent_steps_s))
+
+    @property
+    def ordinary_s(self) -> float:
+        """Wall seconds of an ordinary step, the median of the last ones; 0 without any."""
+        return statistics.median(self._recent_steps_s) if self._recent_steps_s else 0.0
 
     def steps_per_couple(self, overhead_budget: float) -> float:
         """Steps between two couples of windows at which the eager one costs this share of training time."""
@@ -109,8 +133,7 @@ class Ledger:
 
     def compile_s(self) -> float:
         """Wall seconds of the steps in which something compiled, less an ordinary step each."""
-        ordinary_s = self.ordinary_step_s or 0.0
-        return self._earlier_compile_s + sum(max(0.0, seconds - ordinary_s) for seconds in self._compiling_steps_s)
+        return self._earlier_compile_s + self._more_than_ordinary_s(self._compiling_steps_s)
 
     def ask(self) -> None:
         """Open the question again: only what comes from here on is evidence."""
@@ -160,11 +183,28 @@ class Ledger:
             end_to_end=whole if self._whole_step else EndToEnd(),
             time=self._time(eager_s, compiled_s, whole, ended=verdict.decision == "eager"),
             compiles=compiles,
-            drift=next((s.drift for s in reversed(self.samples) if s.drift is not None), Drift()),
+            drift=self._drift(),
             memory=self.memory,
             environment=environment,
             ranks=ranks,
         )
+
+    def _drift(self) -> Drift:
+        """The last one of a training batch, or of a batch of validation where that alone is beyond tolerance.
+
+        Where a gradient scaler has skipped a step, both arms have usually overflowed: that is no news.
+        """
+
+        def is_news(sample: Sample) -> bool:
+            drift = sample.drift
+            return drift is not None and (sample.void != SKIPPED or drift.within_tolerance is False)
+
+        training, validation = (
+            next((s.drift for s in reversed(samples) if is_news(s)), None) or Drift()
+            for samples in (self.samples, self.validations)
+        )
+        worse = validation.within_tolerance is False or (validation.eager_finite and not validation.compiled_finite)
+        return validation if worse and training.within_tolerance is not False else training
 
     def _end_to_end(self, used: Sequence[Sample], compiled_s: float | None) -> EndToEnd:
         """The whole step: by windows of real steps where there are any, else estimated from pairs."""

@@ -27,6 +27,11 @@ from compile_profiler.advice import Part, to_install
 
 MIN_CAPABILITY = 7, 0
 """CUDA capability of the oldest GPU that triton compiles for."""
+_STANCES = {
+    "force_eager": "leaves everything in eager",
+    "eager_on_recompile": "compiles nothing new",
+    "fail_on_recompile": "forbids to compile anything new",
+}
 _INCLUDE_PATHS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 
 
@@ -45,11 +50,15 @@ class Finding(NamedTuple):
 
 
 def disabled() -> str | None:
-    """Why compiling is switched off in this process by environment variable or stance, or ``None``."""
+    """Why nothing can be compiled in this process: an environment variable, a setting or a stance; else ``None``."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "the environment variable TORCHDYNAMO_DISABLE=1 switches torch.compile off"
     if getattr(torch._dynamo.config, "disable", False):
-        return "torch.compile is disabled by TORCH_COMPILE_DISABLE or torch._dynamo.config.disable"
-    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
-    return "torch.compiler.set_stance('force_eager') is in force" if stance == "force_eager" else None
+        if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # which torch reads when it is imported
+            return "the environment variable TORCH_COMPILE_DISABLE=1 switches torch.compile off"
+        return "torch._dynamo.config.disable switches torch.compile off"
+    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", None)
+    return f"torch.compiler.set_stance('{stance}') {_STANCES[stance]}" if stance in _STANCES else None
 
 
 def cache_folder() -> Path:

@@ -71,9 +71,9 @@ def alone(exchange: Exchange[T]) -> T:
         return cast("T", stop.value)
 
 
-def largest(numbers: Mapping[str, float | None]) -> Exchange[dict[str, float | None]]:
+def largest(numbers: Mapping[str, float | None], *, patient: bool = False) -> Exchange[dict[str, float | None]]:
     """The largest of each number over all ranks; ``None`` where no rank knows it."""
-    heard = yield Most(tuple([_word(number) for number in numbers.values()]))
+    heard = yield Most(tuple([_word(number) for number in numbers.values()]), patient)
     return {name: _as("float", word) for name, word in zip(numbers, heard, strict=True)}
 
 
@@ -83,6 +83,8 @@ class Finding:
 
     Attributes:
         unready: no pair can be had here now.
+        cold: the steps before were no ordinary ones, so that no pair is due.
+        alarm: a step went wrong, and a pair is to say why: 1 its loss, 2 a gradient scaler has skipped it.
         failed: the compiled step failed here, and has been replaced by eager since.
         news: there is something to judge.
         compiled_again: something was compiled after the first compiles were over.
@@ -97,6 +99,8 @@ class Finding:
     """
 
     unready: bool = False
+    cold: bool = False
+    alarm: int = 0
     failed: bool = False
     news: bool = False
     compiled_again: bool = False
@@ -148,8 +152,8 @@ class Knows(Protocol):
 class Does(Protocol):
     """What one rank does at a meeting; none of this may raise."""
 
-    def pair(self) -> Exchange[None]:
-        """Take a pair, together with all others."""
+    def pair(self, *, scheduled: bool) -> Exchange[bool]:
+        """Take a pair, together with all others; whether it counts as one that was ``scheduled``."""
 
     def judge(self) -> str:
         """What follows from all that has been found; asked of rank 0."""
@@ -203,10 +207,10 @@ class Meeting:
         common, of_each, failed_rank = yield from self._findings(knows.finding(), knows.own())
         self._interval = max(1, min(math.ceil(common.steps_per_pair), MEET_EVERY_N_STEPS))
         knows.hear(common, of_each)
-        is_time = self.num_since_pair >= common.steps_per_pair
-        takes_pair = is_time and knows.takes_pairs and not common.unready and not common.failed
-        if takes_pair:
-            yield from does.pair()
+        scheduled = not common.cold and self.num_since_pair >= common.steps_per_pair
+        can_have_pair = knows.takes_pairs and not common.unready and not common.failed
+        takes_pair = can_have_pair and (scheduled or bool(common.alarm))
+        if takes_pair and (yield from does.pair(scheduled=scheduled)):
             self.num_since_pair = 0
         if not (takes_pair or common.failed or common.news):
             return

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from compile_profiler.records import Event, Reason
+from compile_profiler.records import Event, Reason, Remedy
 
 LONG_COMPILE_S = 5.0
 """A step that compiles for longer than this looks like one that hangs: it is told."""
@@ -83,5 +83,44 @@ def long_compile(events: Sequence[Event], seconds: float) -> str | None:
     )
 
 
-def _at(event: Event) -> str:
+def healed(remedy: Remedy) -> str:
+    """The line about a remedy: that it was applied, or whether it has helped.
+
+    >>> remedy = Remedy(step=5, change="dynamic=True", function="training_step", steps_before=6, recompiles_before=5)
+    >>> healed(remedy)
+    'healing at step 5: training_step is compiled anew with dynamic=True, after 5 recompiles in 6 steps.'
+    >>> from dataclasses import replace
+    >>> healed(replace(remedy, steps_after=16, recompiles_after=1, helped=True))
+    'healing with dynamic=True has helped: 1 recompile in 16 steps, after 5 in 6 before.'
+    """
+    if remedy.helped is None:
+        anew = f"{remedy.function or 'the target'}{_at(remedy)} is compiled anew with {remedy.change}"
+        return (
+            f"healing at step {remedy.step}: {anew}, after {remedy.recompiles_before} recompiles in "
+            f"{remedy.steps_before} steps."
+        )
+    recompiles = f"{remedy.recompiles_after} recompile" + "s" * (remedy.recompiles_after != 1)
+    return (
+        f"healing with {remedy.change} has {'helped' if remedy.helped else 'not helped'}: {recompiles} in "
+        f"{remedy.steps_after} steps, after {remedy.recompiles_before} in {remedy.steps_before} before."
+    )
+
+
+def not_finite(step: int, *, weights_finite: bool) -> str:
+    """The line about a loss or gradients that are NaN or infinite in both arms.
+
+    >>> not_finite(7, weights_finite=True)
+    'the loss or its gradients are NaN or infinite at step 7, in eager as well: this is not a matter of \
+compiling. Trainer(detect_anomaly=True) tells where it comes from.'
+    """
+    seen = f"the loss or its gradients are NaN or infinite at step {step}, in eager as well"
+    if weights_finite:
+        return f"{seen}: this is not a matter of compiling. Trainer(detect_anomaly=True) tells where it comes from."
+    return (
+        f"{seen}, and so are weights by now: what began it cannot be told any more. If the same run is finite without "
+        "this callback, compile with pair_every_n_steps=1 to see the first such step."
+    )
+
+
+def _at(event: Event | Remedy) -> str:
     return f" ({Path(event.file).name}:{event.line})" if event.file else ""

@@ -42,6 +42,7 @@ class Pairs:
         compiled_something: whether anything was compiled since the pair began.
         compares: whether to keep what the arms computed differently.
         together: context of the passes that all ranks make together; it yields the error of this one, or ``None``.
+        validation: the compiled arm of the validation step, where that is compiled.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Pairs:
         compiled_something: Callable[[], bool],
         compares: bool,
         together: Callable[[], AbstractContextManager[Callable[[], Exception | None]]] = lambda: nullcontext(_none),
+        validation: Guard | None = None,
     ) -> None:
         self._probe = probe
         self._eager = eager
@@ -60,6 +62,7 @@ class Pairs:
         self._compiled_something = compiled_something
         self._compares = compares
         self._together = together
+        self._validation = validation
         self._num_errors = 0
         self._pass_s: list[float] = []
         self.stopped = False
@@ -88,8 +91,9 @@ class Pairs:
         """
         with self._drafted(call) as (draft, void):
             number = None if draft is None else draft.num_passes
+            # Patiently: one of them may have compiled a variant that draws eager's random numbers.
             heard = yield from largest(
-                {"void": _VOID.index(void), "num_passes": number, "measures_peaks": self.memory is None}
+                {"void": _VOID.index(void), "num_passes": number, "measures_peaks": self.memory is None}, patient=True
             )
             drift = draft.drift if draft is not None and self._compares else None
             if heard["void"] or draft is None:
@@ -115,6 +119,16 @@ class Pairs:
             void=void,
             drift=drift,
         )
+
+    def compare_validation(self, call: tuple[tuple[Any, ...], dict[str, Any]], *, step: int) -> Sample | None:
+        """What the arms compute differently on a batch of validation; ``None`` where that is not compiled."""
+        if self._validation is None or not self._compares:
+            return None
+        args, kwargs = call
+        try:
+            return self._probe.validation(self._eager, self._validation, *args, step=step, **kwargs)
+        except Exception as error:
+            return self._void(step, self._name(error), None)
 
     @contextmanager
     def _drafted(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[tuple[Draft | None, str | None]]:
@@ -184,6 +198,7 @@ def _words(drift: Drift) -> dict[str, float | None]:
         "grad_rel": drift.grad_rel,
         "noise_floor": drift.noise_floor,
         "away_from_parallel": None if drift.grad_cosine is None else -drift.grad_cosine,
+        "effect_rel": drift.effect_rel,
         "beyond": None if within is None else not within,
         "compiled_alone_not_finite": None if compiled is None else bool(eager) and not compiled,
         "not_finite": None if eager is None else not eager,
@@ -202,6 +217,8 @@ def _common(drift: Drift, heard: dict[str, float | None]) -> Drift:
         loss_rel=heard["loss_rel"],
         grad_rel=heard["grad_rel"],
         noise_floor=heard["noise_floor"],
+        effect_rel=heard["effect_rel"],
+        worst_effect=drift.worst_effect if heard["effect_rel"] == drift.effect_rel else None,
         grad_cosine=None if cosine is None else -cosine,
         worst_parameter=drift.worst_parameter if heard["grad_rel"] == drift.grad_rel else None,
         within_tolerance=None if beyond is None else not beyond,

@@ -37,6 +37,7 @@ _SITE = _folders(*(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 _STANDARD = _folders(*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
 _TORCH = _folders(Path(torch.__file__).parent, Path(__file__).parent)
 _TYPED_IN = ("<ipython-input", "<stdin>", "<python-input")
+_INSTALLED = {"site-packages", "dist-packages"}
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
@@ -53,14 +54,19 @@ def owner_of(file: str) -> Owner:
     generated = file.startswith("<") and not file.startswith(_TYPED_IN)
     if generated or file.startswith(_TORCH):
         return "torch"
-    if file.startswith(_SITE):
+    if _is_installed(file):
         return "lightning" if _LIGHTNING & set(Path(file).parts) else "third_party"
     return "third_party" if file.startswith(_STANDARD) else "user"
 
 
+def _is_installed(file: str) -> bool:
+    """In a folder of installed packages, this environment's or one that it builds on."""
+    return file.startswith(_SITE) or bool(_INSTALLED & set(Path(file).parts))
+
+
 def _is_plumbing(file: str) -> bool:
     """Code that only does what it was called for: its caller is to blame."""
-    return owner_of(file) == "torch" or (file.startswith(_STANDARD) and not file.startswith(_SITE))
+    return owner_of(file) == "torch" or (file.startswith(_STANDARD) and not _is_installed(file))
 
 
 def innermost(places: Iterable[Place]) -> Place | None:
@@ -81,7 +87,7 @@ def to_blame(places: Sequence[Place], library: str | None = None) -> Owner | Non
     others = [place for place in places if not _is_plumbing(place.file)] or places
     owner = owner_of(others[-1].file) if others else None
     file = getattr(sys.modules.get(library or ""), "__file__", None) or ""
-    return owner_of(file) if owner == "user" and file.startswith(_SITE) and not _is_plumbing(file) else owner
+    return owner_of(file) if owner == "user" and _is_installed(file) and not _is_plumbing(file) else owner
 
 
 def calling_place() -> Place | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
+
+from compile_profiler.plain import AnyRecord, Record, build
 
 SCHEMA = 1
 
@@ -30,7 +31,7 @@ Reason = Literal[
     "disabled",
     "pending",
 ]
-Kind = Literal["graph", "recompile", "graph_break", "skipped_frame", "limit_hit", "cudagraph_skip"]
+Kind = Literal["graph", "recompile", "graph_break", "skipped_frame", "limit_hit", "cudagraph_skip", "backend_fallback"]
 Owner = Literal["user", "lightning", "torch", "third_party"]
 Cause = Literal[
     "shape",
@@ -46,67 +47,36 @@ Stage = Literal["train", "sanity", "validate", "test", "predict", "probe"]
 Rng = Literal["none", "matched", "unmatched"]
 
 
-_AnyRecord = TypeVar("_AnyRecord", bound="_Record")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    """Base of everything that travels: no NaN or infinity may enter, unknown is ``None``."""
-
-    def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            for item in value.values() if isinstance(value, Mapping) else (value,):
-                if isinstance(item, float) and not math.isfinite(item):
-                    raise ValueError(
-                        f"{type(self).__name__}.{spec.name} must be a finite number or None, got {item}. "
-                        "A figure that is not known is None."
-                    )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record as plain dicts and lists, ready for ``json.dump``.
-
-        >>> Report().to_dict()["verdict"]["reason"]
-        'pending'
-        """
-        return typing.cast("dict[str, Any]", _plain(self))
-
-    @classmethod
-    def from_dict(cls: type[_AnyRecord], data: Mapping[str, Any]) -> _AnyRecord:
-        """The record that ``to_dict`` was called on.
-
-        Raises:
-            ValueError: ``data`` is no such record, or has a field of the wrong type.
-
-        >>> Speedup.from_dict(Speedup(num_pairs=3).to_dict()).num_pairs
-        3
-        """
-        return typing.cast("_AnyRecord", _build(cls, data, cls.__name__.lower()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drift(_Record):
+class Drift(Record):
     """How far the compiled arm is from the eager arm on one batch with the same weights.
 
     Attributes:
-        loss_rel: ``|loss_c - loss_e| / |loss_e|``, a pure number.
+        loss_rel: ``|loss_c - loss_e| / |loss_e|``, a pure number; where the loss is near zero, over what rounding can
+            resolve of it.
         grad_rel: ``|g_c - g_e| / |g_e|`` over all gradients seen as one vector, a pure number.
         grad_cosine: cosine of the angle between the two gradient vectors.
         worst_parameter: name of the parameter with the largest relative gradient distance.
+        effect_rel: largest relative distance of a buffer that the step writes, a value that it logs, or, in
+            validation, an output.
+        worst_effect: name of that one.
         noise_floor: ``grad_rel`` of eager against eager, the part that compiling cannot be blamed for.
         rng: ``none``: the step draws no random numbers; ``matched``: both arms drew the same ones;
             ``unmatched``: they could not, so the distance says nothing about compiling.
-        tolerance: limit on ``loss_rel`` and ``grad_rel``.
+        tolerance: limit on the relative distances.
         within_tolerance: ``None`` where the distance cannot be judged.
         eager_finite: loss and gradients of the eager arm are free of NaN and infinity.
         compiled_finite: the same for the compiled arm.
         reference: errors of both arms against a float64 run, or ``None``.
+        stage: whose step it was, ``train`` or ``validate``.
     """
 
     loss_rel: float | None = None
     grad_rel: float | None = None
     grad_cosine: float | None = None
     worst_parameter: str | None = None
+    effect_rel: float | None = None
+    worst_effect: str | None = None
     noise_floor: float | None = None
     rng: Rng | None = None
     tolerance: float | None = None
@@ -114,10 +84,11 @@ class Drift(_Record):
     eager_finite: bool | None = None
     compiled_finite: bool | None = None
     reference: dict[str, float] | None = None
+    stage: Stage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample(_Record):
+class Sample(Record):
     """One pair: one batch, run both ways, forward and backward.
 
     Attributes:
@@ -150,7 +121,7 @@ class Sample(_Record):
     drift: Drift | None = None
 
     def __post_init__(self) -> None:
-        _Record.__post_init__(self)
+        Record.__post_init__(self)
         if self.void is None and not (self.eager_s > 0 and self.compiled_s > 0):
             raise ValueError(
                 f"seconds of a pair must be positive, got eager_s={self.eager_s}, compiled_s={self.compiled_s}."
@@ -163,7 +134,7 @@ class Sample(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence(_Record):
+class Evidence(Record):
     """What a fit has seen so far, as a later one goes on from it.
 
     Attributes:
@@ -201,8 +172,11 @@ class Evidence(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event(_Record):
-    """One thing the compiler did, merged over its repetitions at the same place for the same cause."""
+class Event(Record):
+    """One thing the compiler did, merged over its repetitions at the same place for the same cause.
+
+    ``step``, ``epoch`` and ``shapes`` (of the batch, as in ``Sample.shape``) are those of the first.
+    """
 
     step: int
     epoch: int
@@ -217,10 +191,39 @@ class Event(_Record):
     hint: str = ""
     seconds: float | None = None
     count: int = 1
+    shapes: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict(_Record):
+class Remedy(Record):
+    """One change that was made to the compiled target of this fit, because it was recompiled again and again.
+
+    Attributes:
+        step: x-axis number at which it was made.
+        function: function, file and line that were recompiled, and why: ``cause`` and ``detail``.
+        change: what was changed, in words.
+        steps_before: training steps since the start of the fit, or since the remedy before; ``recompiles_before``
+            those in them.
+        steps_after: training steps since; ``recompiles_after`` those in them.
+        helped: fewer recompiles a step than before; ``None`` while there are too few steps to tell.
+    """
+
+    step: int
+    change: str
+    cause: Cause | None = None
+    detail: str = ""
+    function: str | None = None
+    file: str | None = None
+    line: int | None = None
+    steps_before: int = 0
+    recompiles_before: int = 0
+    steps_after: int = 0
+    recompiles_after: int = 0
+    helped: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict(Record):
     """What was decided, why, at which step, about which configuration."""
 
     decision: Decision = "undecided"
@@ -230,13 +233,13 @@ class Verdict(_Record):
     config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _Record.__post_init__(self)
+        Record.__post_init__(self)
         if (self.decision == "undecided") != (self.reason == "pending"):
             raise ValueError(f"'undecided' goes only with 'pending', got {self.decision!r} with {self.reason!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speedup(_Record):
+class Speedup(Record):
     """``t_eager / t_compiled`` of forward and backward on the same batch: median of the pairs and its interval.
 
     ``void`` counts the pairs that were not used, by reason.
@@ -252,7 +255,7 @@ class Speedup(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndToEnd(_Record):
+class EndToEnd(Record):
     """The whole training step, data loading and optimizer included.
 
     ``trusted`` is ``False`` for an estimate that depends on how the step overlaps with the device's work.
@@ -269,7 +272,7 @@ class EndToEnd(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Time(_Record):
+class Time(Record):
     """Where the seconds went: medians of both arms, compiling, measuring, the net saving so far.
 
     ``last_step`` is where this run is expected to end; a ``break_even_step`` behind it is not reached.
@@ -286,21 +289,33 @@ class Time(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compiles(_Record):
-    """What the compiler did in stage ``train``; ``by_stage`` has every stage, ``events`` every place."""
+class Compiles(Record):
+    """What the compiler did in stage ``train``; ``by_stage`` has every stage, ``events`` every place.
 
-    graphs: int = 0
-    recompiles: int = 0
-    graph_breaks: int = 0
-    eager_frames: int = 0
-    limit_hits: int = 0
-    cudagraph_skips: int = 0
+    A number is ``None`` where this version of torch does not tell it.
+
+    Attributes:
+        cudagraphed: graphs of which forward or backward became a CUDA graph; ``None`` where none was asked for.
+        guard_s: seconds that a call of the compiled step spends on finding out which of its graphs applies; ``None``
+            for other targets than the step, of which this cannot be asked.
+        remedies: what ``heal=True`` has changed.
+    """
+
+    graphs: int | None = 0
+    recompiles: int | None = 0
+    graph_breaks: int | None = 0
+    eager_frames: int | None = 0
+    limit_hits: int | None = 0
+    cudagraph_skips: int | None = 0
+    cudagraphed: int | None = None
+    guard_s: float | None = None
     by_stage: dict[str, dict[str, int]] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory(_Record):
+class Memory(Record):
     """Peak bytes of tensors allocated during one forward and backward pass of each arm."""
 
     eager_peak_bytes: int | None = None
@@ -308,7 +323,7 @@ class Memory(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environment(_Record):
+class Environment(Record):
     """On what the numbers were measured."""
 
     torch: str | None = None
@@ -322,7 +337,7 @@ class Environment(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skew(_Record):
+class Skew(Record):
     """Seconds that each rank has of its own: their median, the largest and whose it is."""
 
     median_s: float | None = None
@@ -331,7 +346,7 @@ class Skew(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks(_Record):
+class Ranks(Record):
     """How far apart the ranks are.
 
     Attributes:
@@ -348,7 +363,7 @@ class Ranks(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report(_Record):
+class Report(Record):
     """Everything known about one fit. JSON keys are the field names; an unknown figure is ``null``."""
 
     schema: int = SCHEMA
@@ -363,7 +378,7 @@ class Report(_Record):
     ranks: Ranks | None = None
 
     @classmethod
-    def from_dict(cls: type[_AnyRecord], data: Mapping[str, Any]) -> _AnyRecord:
+    def from_dict(cls: type[AnyRecord], data: Mapping[str, Any]) -> AnyRecord:
         """The report that ``to_dict`` was called on.
 
         Raises:
@@ -375,58 +390,4 @@ class Report(_Record):
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"expected a report with schema {SCHEMA}, got {found!r}.")
-        return typing.cast("_AnyRecord", _build(cls, data, "report"))
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {spec.name: _plain(getattr(value, spec.name)) for spec in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _is_required(spec: dataclasses.Field[Any]) -> bool:
-    return spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as an instance of the annotation ``kind``; ``where`` names it in errors."""
-    origin = typing.get_origin(kind)
-    if kind is Any:
-        return value
-    if origin is Literal:
-        matches, built = value in typing.get_args(kind), value
-    elif origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        kinds = [option for option in typing.get_args(kind) if option is not type(None)]
-        return _build(kinds[0], value, where)
-    elif dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where} must be an object, got {value!r}.")
-        hints = typing.get_type_hints(kind)
-        known = {key: _build(hints[key], item, f"{where}.{key}") for key, item in value.items() if key in hints}
-        missing = [spec.name for spec in dataclasses.fields(kind) if _is_required(spec) and spec.name not in known]
-        if missing:
-            raise ValueError(f"{where} lacks {', '.join(missing)}.")
-        return typing.cast(type, kind)(**known)
-    elif origin is tuple:
-        matches = isinstance(value, (list, tuple))
-        item_kind = typing.get_args(kind)[0]
-        built = tuple(_build(item_kind, item, f"{where}[{i}]") for i, item in enumerate(value)) if matches else None
-    elif origin is dict:
-        matches = isinstance(value, Mapping)
-        item_kind = typing.get_args(kind)[1]
-        built = {key: _build(item_kind, item, f"{where}.{key}") for key, item in value.items()} if matches else None
-    elif kind is float:
-        matches, built = isinstance(value, (int, float)) and not isinstance(value, bool), value
-    else:
-        matches, built = isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), value
-    if not matches:
-        options = ", ".join(repr(option) for option in typing.get_args(kind))
-        expected = f"one of {options}" if origin is Literal else getattr(kind, "__name__", kind)
-        raise ValueError(f"{where} must be {expected}, got {value!r}.")
-    return built
+        return typing.cast("AnyRecord", build(cls, data, "report"))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compile_profiler.records import Compiles, Drift, Environment, Event, Ranks, Report, Skew, Speedup, Time
+from compile_profiler.records import Compiles, Drift, Environment, Event, Ranks, Remedy, Report, Skew, Speedup, Time
 
 T = TypeVar("T")
 Row = tuple[str, str, str]  # what, value, what the value rests on
@@ -25,6 +25,15 @@ MAX_VALUE = 28  # columns of a value in the table; a longer one would squeeze th
 MAX_EVENTS_IN_TABLE = 3  # the table is read at a glance
 MAX_EVENTS_IN_MARKDOWN = 50  # the page is scrolled; the JSON file has them all
 EVENT_HEADER = ("kind", "where", "function", "owner", "cause", "count", "seconds", "first seen", "detail")
+_WORST_FIRST = (
+    "limit_hit",
+    "skipped_frame",
+    "graph_break",
+    "cudagraph_skip",
+    "recompile",
+    "backend_fallback",
+    "graph",
+)
 STYLES = {"compiled": "green", "eager": "yellow", "undecided": "cyan"}
 
 
@@ -133,7 +142,8 @@ def figures(report: Report) -> list[Row]:
         ("compiling", known(time.compile_s, seconds), "extra time of steps in which something compiled"),
         ("measuring", known(time.probe_s, seconds), _told("{:.1f} % of training time", time.overhead_pct)),
         ("net saved", known(time.saved_s, seconds), _paid_back(time)),
-        ("graphs", f"{report.compiles.graphs:,}", _compiles_basis(report.compiles)),
+        ("graphs", known(report.compiles.graphs, "{:,}".format), _compiles_basis(report.compiles)),
+        *map(_healing_row, report.compiles.remedies),
         ("loss drift", known(report.drift.loss_rel, small), _drift_basis(report.drift)),
         ("gradient drift", known(report.drift.grad_rel, small), _gradient_basis(report.drift)),
         ("peak memory", known(memory.compiled_peak_bytes, size), f"compiled; eager {eager_peak}"),
@@ -160,7 +170,11 @@ def _ranks_row(ranks: Ranks) -> Row:
 
 def _event_rows(events: tuple[Event, ...]) -> list[Row]:
     rows: list[Row] = [
-        (event.kind, f"{event.count:,} x", _joined(_place_of(event), event.function, event.cause, event.detail))
+        (
+            event.kind,
+            f"{event.count:,} x",
+            _joined(_place_of(event), event.function, event.cause, event.hint or event.detail),
+        )
         for event in _by_use(events)[:MAX_EVENTS_IN_TABLE]
     ]
     left_out = len(events) - len(rows)
@@ -168,7 +182,7 @@ def _event_rows(events: tuple[Event, ...]) -> list[Row]:
 
 
 def _by_use(events: Iterable[Event]) -> list[Event]:
-    return sorted(events, key=lambda event: event.kind == "graph")  # stable: otherwise in the order of happening
+    return sorted(events, key=lambda event: _WORST_FIRST.index(event.kind))  # stable: then in the order of happening
 
 
 def _place_of(event: Event) -> str | None:
@@ -208,14 +222,29 @@ def _paid_back(time: Time) -> str:
 def _compiles_basis(found: Compiles) -> str:
     rare = {"eager frame": found.eager_frames, "limit hit": found.limit_hits, "cudagraph skip": found.cudagraph_skips}
     always = (count(found.recompiles, "recompile"), count(found.graph_breaks, "graph break"))
-    return _joined(*always, *(count(number, noun) for noun, number in rare.items() if number))
+    replayed = _told("{:,} of them CUDA graphs", found.cudagraphed)
+    return _joined(*always, *(count(number, noun) for noun, number in rare.items() if number), replayed)
+
+
+def _healing_row(remedy: Remedy) -> Row:
+    result = {True: "helped", False: "did not help", None: "too early to tell"}[remedy.helped]
+    before, since = (
+        f"{count(recompiles, 'recompile')} in {count(steps, 'step')}"
+        for recompiles, steps in (
+            (remedy.recompiles_before, remedy.steps_before),
+            (remedy.recompiles_after, remedy.steps_after),
+        )
+    )
+    return "healing", result, f"step {remedy.step:,}: {remedy.change}; {before} before, {since} since"
 
 
 def _drift_basis(drift: Drift) -> str:
     judged = {True: "within tolerance", False: "beyond tolerance", None: "not judged"}
     return _joined(
         judged[drift.within_tolerance] + _told(" ({})", drift.tolerance, small),
+        "in validation" if drift.stage == "validate" else None,
         _told("random numbers {}", drift.rng),
+        _told("{} by ", drift.worst_effect) + known(drift.effect_rel, small) if drift.worst_effect else None,
         "eager not finite" if drift.eager_finite is False else None,
         "compiled not finite" if drift.compiled_finite is False else None,
         *(f"{name} {small(error)} from float64" for name, error in (drift.reference or {}).items()),
@@ -342,13 +371,13 @@ def small(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def count(number: int, noun: str) -> str:
-    """A number of things.
+def count(number: int | None, noun: str) -> str:
+    """A number of things, a dash for one that is not known.
 
-    >>> count(1, "pair"), count(2000, "pair")
-    ('1 pair', '2,000 pairs')
+    >>> count(1, "pair"), count(2000, "pair"), count(None, "pair") == f"{UNKNOWN} pairs"
+    ('1 pair', '2,000 pairs', True)
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{known(number, '{:,}'.format)} {noun}{'' if number == 1 else 's'}"
 
 
 def _three_digits(value: float) -> str:

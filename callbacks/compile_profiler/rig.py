@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from compile_profiler import host, machine
 from compile_profiler.advice import advice
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock
-from compile_profiler.drift import tolerance_for, unit_roundoff_for
+from compile_profiler.contrast import Contrast, Ways
 from compile_profiler.guard import Guard
+from compile_profiler.matching import Matching
+from compile_profiler.meeting import Exchange
 from compile_profiler.notices import failure
 from compile_profiler.pairs import Pairs
 from compile_profiler.probe import Probe, module_dtype
-from compile_profiler.records import Environment, Reason
+from compile_profiler.records import Environment, Reason, Sample
 from compile_profiler.step_door import StepDoor
+from compile_profiler.tolerances import tolerance_for, unit_roundoff_for
+from compile_profiler.verdict import ALARM, SKIPPED
+from compile_profiler.watch import Watch
+from compile_profiler.windows import StepTime
 
 
 class RefusedError(Exception):
@@ -83,6 +93,7 @@ class Rig:
         on_failure: called with the error of a compiled step whose batch has been trained in eager.
         on_trouble: called with an error of our own in the midst of a step.
         compiled_something: whether anything was compiled since a pair began.
+        matching: gives an arm that draws eager's random numbers, if it can be had.
     """
 
     def __init__(
@@ -97,8 +108,11 @@ class Rig:
         on_failure: Callable[[Exception], None],
         on_trouble: Callable[[Exception], None],
         compiled_something: Callable[[], bool],
+        matching: Matching,
     ) -> None:
         self.arm = arm
+        self._module = module
+        self._matching = matching
         self.door = StepDoor(trainer, module, on_trouble=on_trouble, overwrites_gradients=settings.replays_cuda_graphs)
         shares, retries = trainer.world_size > 1, host.parallelism(trainer) != "fsdp"
         self.guards = {
@@ -120,22 +134,31 @@ class Rig:
             with contextlib.suppress(ValueError):  # a dtype of which no limit is known: drift is shown, not judged
                 tolerance = tolerance_for(dtype, autocast_dtype=autocast, tf32=tf32)
                 roundoff = unit_roundoff_for(dtype, autocast_dtype=autocast, tf32=tf32)
+        door = self.door
+        ways = Ways(
+            one_pass=door.one_pass,
+            plain_pass=door.plain_pass if settings.drift_reference else None,
+            validation_pass=door.validation_pass,
+            gradient_scale=door.gradient_scale,
+            unscaled=functools.partial(door.scale.set_to, 1.0) if door.scale.is_there else None,
+            streams=door.own_steps is None,
+            matched_rng=settings.draws_eagers_numbers,
+            matching=None if settings.draws_eagers_numbers else matching.arm,
+        )
         self.probe = Probe(
             module,
             one_pass=self.door.one_pass,
             alone=self.door.alone,
+            contrast=Contrast(module, ways=ways, clock=clock, tolerance=tolerance, roundoff=roundoff),
             quiet=self.door.quiet,
             roots=self.door.roots,
             clock=clock,
-            tolerance=tolerance,
-            roundoff=roundoff,
-            matched_rng=settings.draws_eagers_numbers,
             overwrites_gradients=settings.replays_cuda_graphs,
             shares_gradients=self.door.shares_gradients,
             writes_gradients=self.door.own_steps is not None,
-            plain_pass=self.door.plain_pass if settings.drift_reference else None,
             seed=settings.seed,
         )
+        self.watch = Watch(door.scale, rest_steps=settings.pair_every_n_steps)
         self.pairs: Pairs | None = None  # of a run that is compiled and observed, never measured
         if settings.limits.max_pairs:
             self.pairs = Pairs(
@@ -145,6 +168,7 @@ class Rig:
                 compiled_something=compiled_something,
                 compares=settings.limits.drift != "off",
                 together=self.door.together,
+                validation=self.guards.get("validation_step"),
             )
         self.door.open(self.guards)
 
@@ -158,6 +182,34 @@ class Rig:
         for guard in self.guards.values():
             guard.enabled = enabled
 
+    def take_pair(self, *, step: int, ordinary: StepTime | None, scheduled: bool) -> Exchange[Sample]:
+        """The pair on the batch just trained; after an alarm, under the loss scale at which a step was skipped.
+
+        Args:
+            step: x-axis number of the batch.
+            ordinary: the time of one step in the window that ended at this pair.
+            scheduled: whether the pair was due without an alarm too; only then do its times count.
+        """
+        assert self.pairs is not None
+        assert self.door.last_call is not None
+        alarm, scale = self.watch.alarm, self.watch.scale_before
+        with self.door.scale.set_to(scale) if alarm == "skip" and scale else contextlib.nullcontext():
+            sample = yield from self.pairs.take(self.door.last_call, step=step, ordinary=ordinary)
+        if alarm is not None:
+            self.watch.rest()
+            if sample.void is None and not (scheduled and alarm == "loss"):
+                sample = replace(sample, void=SKIPPED if alarm == "skip" else ALARM)
+        return sample
+
+    def is_not_finite(self, sample: Sample) -> bool:
+        """Whether both arms gave NaN or infinity, and not only because a gradient scaler scales until that happens."""
+        drift = sample.drift
+        return drift is not None and drift.eager_finite is False and not self.door.scale.is_there
+
+    def weights_finite(self) -> bool:
+        """Whether no weight is NaN or infinite; waits for the device."""
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self._module.parameters())
+
     def take_seconds(self) -> float:
         """Seconds that the guards have spent on keeping since the last call."""
         return sum(guard.take_seconds() for guard in self.guards.values())
@@ -168,3 +220,4 @@ class Rig:
             self.door.close()
         finally:
             self.arm.release()
+            self._matching.release()

@@ -95,7 +95,7 @@ def report_from_scalars(last: Mapping[str, float], card: str = "") -> Report:
 
     told = _told(card)
     drift = ("loss_rel", "grad_rel", "grad_cosine", "noise_floor", "tolerance")
-    counts = ("graphs", "recompiles", "graph_breaks")
+    counts = ("graphs", "recompiles", "graph_breaks", "eager_frames", "limit_hits", "cudagraph_skips")
     return Report.from_dict(
         {
             **Report().to_dict(),
@@ -118,7 +118,7 @@ def report_from_scalars(last: Mapping[str, float], card: str = "") -> Report:
                 "saved_s": known("compile/saved_s"),
                 "overhead_pct": known("compile/overhead_pct"),
             },
-            "compiles": {name: whole(f"compile/{name}") or 0 for name in counts},
+            "compiles": {name: whole(f"compile/{name}") for name in counts},
             "drift": {**{name: known(f"compile/drift/{name}") for name in drift}, **told.get("drift", {})},
             "memory": {
                 "eager_peak_bytes": whole("compile/peak_mb/eager", 2**-20),

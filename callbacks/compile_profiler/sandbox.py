@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,10 @@ from compile_profiler.hooks import Globals, behind_hooks
 
 MAX_CELLS = 200_000
 """A state with more mutable objects than this is not copied: a pair would take longer than it is worth."""
+
+
+OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+"""Classes of random number generators that a module may hold for itself."""
 
 
 class StateTooLargeError(RuntimeError):
@@ -163,6 +167,21 @@ class Snapshot:
         """The objects whose value differs from the snapshot, each with the module or root it hangs on."""
         with torch.no_grad():
             return [(cell.target, cell.owner) for cell in self._cells if cell.changed()]
+
+    def written(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """Those of ``tensors`` that differ from the snapshot, by name; each with its value there, if it was there."""
+        cells = {id(cell.target): cell for cell in self._cells if isinstance(cell.target, Tensor)}
+        known = {name: cells.get(id(tensor)) for name, tensor in tensors.items()}
+        with torch.no_grad():
+            return {
+                name: None if cell is None else cell.value.value
+                for name, cell in known.items()
+                if cell is None or cell.changed()
+            }
+
+    def has_drawn(self) -> bool:
+        """Whether a random number generator among the objects has moved since."""
+        return any(isinstance(cell.target, OWN_GENERATORS) and cell.changed() for cell in self._cells)
 
     def tensors(self) -> list[Tensor]:
         """The tensors in this snapshot."""

@@ -116,6 +116,20 @@ def scalars(report: Report) -> dict[str, float]:
     return {tag: float(value) for tag, value in read if value is not None}
 
 
+def whole_bands(figures: dict[str, float]) -> dict[str, float]:
+    """``figures`` without curves of a band of which only a part is known.
+
+    A speedup has no interval below six pairs. TensorBoard draws nothing of a band whose curves begin at different
+    steps, so the curve in its middle waits for the others.
+
+    >>> whole_bands({"compile/speedup": 2.0, "compile/graphs": 1.0})
+    {'compile/graphs': 1.0}
+    """
+    bands = [set(chart.tags) for chart in CHARTS if chart.band]
+    partial = {tag for band in bands if not band <= figures.keys() for tag in band}
+    return {tag: value for tag, value in figures.items() if tag not in partial}
+
+
 def described(config: Mapping[str, Any]) -> dict[str, str]:
     """A configuration as hyperparameters, named like the tags; what is left to torch has a name too.
 

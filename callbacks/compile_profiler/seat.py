@@ -7,13 +7,16 @@ from dataclasses import replace
 from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
 from compile_profiler.clock import profiler_is_on
+from compile_profiler.explainer import Explainer
 from compile_profiler.judgement import Judgement, packed
 from compile_profiler.ledger import Ledger
 from compile_profiler.meeting import Finding, OfEach, Own
-from compile_profiler.observe import Observer
 from compile_profiler.records import Ranks, Verdict
 from compile_profiler.rig import Rig
+from compile_profiler.watch import Alarm
 from compile_profiler.windows import StepTimes
+
+_ALARMS: tuple[Alarm | None, ...] = (None, "loss", "skip")
 
 
 class Seat:
@@ -28,7 +31,7 @@ class Seat:
     Args:
         settings: the callback's arguments.
         ledger: what has been seen.
-        observer: what the compiler has done.
+        explainer: what the compiler has done.
         times: of real steps.
         account: of the steps so far.
         judgement: the verdict in force.
@@ -38,14 +41,14 @@ class Seat:
         self,
         settings: Settings,
         ledger: Ledger,
-        observer: Observer,
+        explainer: Explainer,
         times: StepTimes,
         account: Account,
         judgement: Judgement,
     ) -> None:
         self._settings = settings
         self._ledger = ledger
-        self._observer = observer
+        self._explainer = explainer
         self._times = times
         self._account = account
         self._judgement = judgement
@@ -65,7 +68,6 @@ class Seat:
         """Whether a pair could be had here now."""
         return (
             self.rig is not None
-            and self._account.is_warm
             and self._times.between
             and self.rig.door.at_boundary()
             and not self.is_over
@@ -79,22 +81,27 @@ class Seat:
 
     def has_something_to_say(self, num_since_pair: int) -> bool:
         """Whether there is news, or a pair could be had so many steps after the last."""
-        return self._account.news or (
-            self.takes_pairs and self._account.is_warm and num_since_pair >= self.steps_per_pair and self.is_ready
-        )
+        if self._account.news:
+            return True
+        if self.rig is None or not self.takes_pairs:
+            return False
+        scheduled = self._account.is_warm and num_since_pair >= self.steps_per_pair
+        return (scheduled or self.rig.watch.alarm is not None) and self.is_ready
 
     def finding(self) -> Finding:
         """What this rank knows now."""
-        compiles, couple = self._observer.compiles(), self._times.couple
+        compiles, couple = self._explainer.compiles(), self._times.couple
         return Finding(
             unready=not self.is_ready,
+            cold=not self._account.is_warm,
+            alarm=0 if self.rig is None else _ALARMS.index(self.rig.watch.alarm),
             failed=self.failed is not None,
             news=self._account.news or couple is not None,
             compiled_again=self._account.compiled_again,
             num_recent_compiling=self._ledger.num_recent_compiling,
-            without_graph=bool(self._ledger.num_compiled_steps) and not compiles.graphs,
-            left_out=self._observer.left_out is not None,
-            limit_hits=compiles.limit_hits,
+            without_graph=bool(self._ledger.num_compiled_steps) and compiles.graphs == 0,
+            left_out=self._explainer.observer.left_out is not None,
+            limit_hits=compiles.limit_hits or 0,
             steps_per_pair=self.steps_per_pair,
             window_void=couple is not None and couple.void is not None,
             window_eager_s=None if couple is None else couple.eager_s,
@@ -119,7 +126,9 @@ class Seat:
         """What all ranks know now."""
         self.common, self._of_each = common, of_each
         self._account.news = self._account.compiled_again = False
-        self._times.may_alternate |= not common.unready
+        if self.rig is not None and common.alarm:
+            self.rig.watch.alarm = _ALARMS[common.alarm]
+        self._times.may_alternate |= not (common.unready or common.cold)
         couple, self._times.couple = self._times.couple, None
         if couple is None or common.window_eager_s is None or common.window_compiled_s is None:
             return

@@ -5,24 +5,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from compile_profiler import checkpoint, host, machine, observe, targets
+from torch import Tensor
+
+from compile_profiler import checkpoint, compiler, host, machine
 from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
-from compile_profiler.arms import EagerArm
+from compile_profiler.arms import CompiledArm
 from compile_profiler.clock import Clock, profiler_is_on
+from compile_profiler.explainer import Explainer
 from compile_profiler.export import Export
 from compile_profiler.first_steps import FirstSteps
 from compile_profiler.group import Group, LostError
 from compile_profiler.judgement import Judgement, is_failure, packed, unpacked
 from compile_profiler.ledger import Ledger
+from compile_profiler.matching import Matching, with_eagers_numbers
 from compile_profiler.meeting import Exchange, Meeting, alone, first_voice, largest
-from compile_profiler.records import Reason, Report, Stage, Verdict
+from compile_profiler.notices import not_finite
+from compile_profiler.records import Reason, Remedy, Report, Stage, Verdict
 from compile_profiler.rig import RefusedError, build
 from compile_profiler.seat import Seat
+from compile_profiler.verdict import UNSCHEDULED
 from compile_profiler.windows import StepTimes
 
 T = TypeVar("T")
@@ -57,8 +63,8 @@ class Session:
         self._environment = host.environment(trainer)
         self._identity = checkpoint.identity(module, settings.decisive(), self._environment)
         self._ledger = Ledger(confidence=settings.limits.confidence, whole_step=settings.end_to_end != "off")
-        self._observer = observe.Observer()
-        self._judgement = Judgement(settings.limits, self._config, self._ledger, self._observer)
+        self._explainer = Explainer(settings, trainer, module, export, self._on_remedy)
+        self._judgement = Judgement(settings.limits, self._config, self._ledger, self._explainer)
         self._clock = Clock(trainer.strategy.root_device)
         self._times = StepTimes(
             self._clock,
@@ -66,11 +72,11 @@ class Session:
             seed=settings.seed,
             of_all=trainer.world_size > 1,
         )
-        self._account = Account(
-            self._observer, self._ledger, self._times, warmup_steps=settings.warmup_steps, tell=export.tell
-        )
-        self._seat = Seat(settings, self._ledger, self._observer, self._times, self._account, self._judgement)
+        self._account = Account(self._explainer, self._ledger, self._times, warmup_steps=settings.warmup_steps)
+        self._seat = Seat(settings, self._ledger, self._explainer, self._times, self._account, self._judgement)
         self._step = 0
+        self._num_since_validation = 0
+        self._told_not_finite = False
         self._step_began_s = 0.0
         self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
         self._unlogged = True  # something to log
@@ -99,9 +105,7 @@ class Session:
                 self._group = Group(self._export.tell)
             if self._go_on_from(earlier):
                 return None
-            obstacle = machine.disabled()
-            refusal = None if obstacle is None else self._refusal("disabled", f"Nothing is compiled: {obstacle}")
-            refusal = refusal or self._compile()
+            refusal = self._obstacle() or self._compile()
             text = None if refusal is None else packed(refusal)
             text = self._run(first_voice(text, rank=self._rank, world_size=self._world_size))
         except LostError as error:
@@ -109,10 +113,20 @@ class Session:
         if text is not None:
             self._leave()
             return self._refuse(unpacked(text, self._config))
-        self._observer.start()
-        self._observer.skip()
-        names = ", ".join(self._config.get("modules") or self._settings.hooks)
-        self._export.tell(f"compiling {names} in the first steps; this can take a minute.")
+        if self._seat.rig is not None:
+            self._explainer.start(self._seat.rig.arm, self._target, self._settings.hooks)
+        return None
+
+    @property
+    def _target(self) -> str | Sequence[str]:
+        return host.target_for(self._module, self._settings.target)
+
+    def _obstacle(self) -> Verdict | None:
+        obstacle = machine.disabled()
+        if obstacle is not None:
+            return self._refusal("disabled", f"Nothing is compiled: {obstacle}")
+        if not self._explainer.observer.sees_compiling:
+            return self._refusal("unsupported", "This torch does not tell when it compiles")
         return None
 
     def _compile(self) -> Verdict | None:
@@ -126,7 +140,8 @@ class Session:
                 environment=self._environment,
                 on_failure=self._on_failure,
                 on_trouble=self._on_trouble,
-                compiled_something=self._observer.compiling,
+                compiled_something=self._explainer.observer.compiling,
+                matching=self._matching(),
             )
         except RefusedError as refused:
             return self._refusal(refused.reason, str(refused))
@@ -136,9 +151,17 @@ class Session:
             self._do_without_pairs("Each pass of a sharded module gathers weights from all processes")
         elif self._group is not None:
             self._seat.rig.door.before_step = self._before_step
-        target = host.target_for(self._module, self._settings.target)
-        self._observer.own_functions = targets.own_functions(self._module, target, self._settings.hooks)
         return None
+
+    def _matching(self) -> Matching:
+        options = functools.partial(with_eagers_numbers, self._settings.options)
+        return Matching(
+            lambda: CompiledArm(self._module, target=self._target, hooks=["training_step"], options=options()),
+            expected_s=self._ledger.compile_s,
+            left_s=lambda: host.seconds_left(self._trainer, self._ledger.ordinary_s),
+            budget=self._settings.overhead_budget,
+            tell=self._export.tell,
+        )
 
     def _go_on_from(self, data: Any) -> bool:
         """Take over what an earlier fit has found out; whether that settles it: no compiling."""
@@ -178,7 +201,7 @@ class Session:
             self._seat.is_over = True
             self._meet()
         self._leave()
-        self._observer.stop()
+        self._explainer.observer.stop()
         report = self.report()
         self._export.write(report)
         self._export.log(report, self._step, last=True)
@@ -193,6 +216,7 @@ class Session:
         if self._group is not None:
             self._group.close()
         self._group = None
+        self._explainer.release()
 
     def abandon(self, message: str) -> Report:
         """After an error of our own: take everything off, whatever else fails by then."""
@@ -208,7 +232,8 @@ class Session:
             if group is not None:  # so that the other ranks do not wait
                 group.close()
         with contextlib.suppress(Exception):
-            self._observer.stop()
+            self._explainer.observer.stop()
+            self._explainer.release()
         with contextlib.suppress(Exception):
             self._judgement.verdict = replace(verdict, step=self._step)
             report = self.report()
@@ -222,13 +247,13 @@ class Session:
         """Before a training step: what was compiled up to here was not compiled for it."""
         if self._seat.rig is not None:
             began_s = time.perf_counter()
-            if self._observer.compiling():
-                self._observer.skip()
+            if self._explainer.observer.compiling():
+                self._explainer.observer.skip()
             self._step_began_s = time.perf_counter()
             self._before_s = self._step_began_s - began_s
 
-    def on_step_end(self) -> None:
-        """After a training step: account for it, run a pair if one is due, decide, log."""
+    def on_step_end(self, loss: Tensor | None) -> None:
+        """After a training step with this loss: account for it, run a pair if one is due, decide, log."""
         began_s = time.perf_counter()
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
@@ -238,12 +263,14 @@ class Session:
             self._account.step(
                 self._step,
                 began_s - self._step_began_s,
-                epoch=self._trainer.current_epoch,
+                batch=self._seat.rig.door.last_call,
                 boundary=boundary,
                 compiled=self._seat.rig.is_compiled,
                 own_s=self._before_s + self._after_s,
             )
+            self._seat.rig.watch.see(loss)
             self._meeting.count(boundary=boundary)
+            self._num_since_validation += int(boundary)
             if self._times.alternates:
                 self._seat.rig.enable(self._times.arm == "compiled" and self._seat.failed is None)
             if self._is_due(boundary):
@@ -255,13 +282,42 @@ class Session:
         self._after_s = time.perf_counter() - began_s
         self._ledger.own_s += self._before_s + self._after_s
 
-    def _look(self, stage: Stage) -> bool:
-        return self._account.look(stage, step=self._step, epoch=self._trainer.current_epoch)
+    def _look(self, stage: Stage, batch: Any = None) -> bool:
+        if batch is None and self._seat.rig is not None:
+            batch = self._seat.rig.door.last_call
+        return self._account.look(stage, batch, step=self._step)
 
-    def on_validation_step_end(self) -> None:
+    def _on_remedy(self, remedy: Remedy) -> None:
+        """The compiled target is another one from here on: pairs begin anew."""
+        self._config["healed"] = [*self._config.get("healed", ()), remedy.change]
+        self._judgement.verdict = replace(self._judgement.verdict, config=dict(self._config))
+        self._ledger.ask()
+
+    def on_validation_step_end(self, batch: Any) -> None:
         """After a batch of validation or the sanity check."""
         if self._seat.rig is not None:
-            self._account.news |= self._look(host.stage_of(self._trainer))
+            stage = host.stage_of(self._trainer)
+            compiling = self._look(stage, batch)
+            self._account.news |= compiling
+            is_time = self._num_since_validation >= self._seat.steps_per_pair
+            # Alone only: a pass of validation may talk to other ranks, which are not asked.
+            if stage == "validate" and not compiling and is_time and self._meeting.is_alone:
+                self._compare_validation()
+
+    def _compare_validation(self) -> None:
+        """Compare both arms on the batch of validation at hand."""
+        assert self._seat.rig is not None
+        call, pairs = self._seat.rig.door.last_validation_call, self._seat.rig.pairs
+        if call is None or pairs is None or pairs.stopped or profiler_is_on():
+            return
+        began_s = time.perf_counter()
+        self._num_since_validation = 0
+        sample = pairs.compare_validation(call, step=self._step)
+        self._look("probe")
+        if sample is not None:
+            self._ledger.add_validation(sample, time.perf_counter() - began_s)
+            self._account.news = True
+        self._ledger.own_s += time.perf_counter() - began_s
 
     def on_disturbance(self) -> None:
         """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
@@ -292,22 +348,26 @@ class Session:
         host.warn(f"{message}; training goes on as without the callback.")
         self._conclude(replace(self._refusal("runtime_error", message), step=self._step))
 
-    def pair(self) -> Exchange[None]:
-        """Take a pair, together with the other ranks."""
-        assert self._seat.rig is not None
-        pairs, call = self._seat.rig.pairs, self._seat.rig.door.last_call
-        assert pairs is not None
-        assert call is not None
+    def pair(self, *, scheduled: bool) -> Exchange[bool]:
+        """Take a pair, together with the other ranks; whether it counts as one that was ``scheduled``."""
+        rig = self._seat.rig
+        assert rig is not None
         ordinary = self._times.before_pair()
         began_s = time.perf_counter()
-        sample = yield from pairs.take(call, step=self._step, ordinary=ordinary)
-        if pairs.memory is not None:
-            self._ledger.memory = pairs.memory
+        sample = yield from rig.take_pair(step=self._step, ordinary=ordinary, scheduled=scheduled)
+        if rig.pairs is not None and rig.pairs.memory is not None:
+            self._ledger.memory = rig.pairs.memory
         self._look("probe")
+        if rig.door.last_call is not None:
+            self._explainer.time_guards(*rig.door.last_call)
+        if not self._told_not_finite and rig.is_not_finite(sample):
+            self._told_not_finite = True
+            host.warn(not_finite(self._step, weights_finite=rig.weights_finite()))
         self._times.after_pair()
         if self._rank == 0:
             self._reopen(self._judgement.another_regime(sample))
         self._ledger.add_pair(sample, time.perf_counter() - began_s)
+        return sample.void not in UNSCHEDULED
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
@@ -320,16 +380,13 @@ class Session:
         """What follows from all that has been found."""
         if self._seat.common.compiled_again:
             self._reopen("something was compiled again")
-        if self._seat.common.without_graph or self._seat.common.left_out:
-            self._look_for_targets()
+        obstacle = machine.disabled()
+        if obstacle is not None and self._explainer.compiles().graphs == 0:  # switched off since the fit began
+            return packed(replace(self._refusal("disabled", f"Nothing is compiled: {obstacle}"), step=self._step))
+        is_in_vain = self._seat.common.without_graph or self._seat.common.left_out
+        if is_in_vain and self._seat.rig is not None and self._can_rehearse:
+            self._explainer.find_other_targets(self._seat.rig)
         return packed(self._judgement.judge(self._step, self._seat.common, by_windows=self._times.alternates))
-
-    def _look_for_targets(self) -> None:
-        call = None if self._seat.rig is None else self._seat.rig.door.last_call
-        if self._seat.rig is None or call is None or not self._can_rehearse or profiler_is_on():
-            return
-        run = functools.partial(self._seat.rig.probe.rehearse, EagerArm(self._module), *call[0], **call[1])
-        self._judgement.look_for_targets(self._module, host.target_for(self._module, self._settings.target), run)
 
     def obey(self, text: str) -> None:
         """Act on what was decided; every rank does at the same step."""
@@ -375,7 +432,7 @@ class Session:
             self._ledger.own_s += self._seat.rig.take_seconds()
         self._ledger.last_step = host.last_step(self._trainer)
         return self._ledger.report(
-            self._judgement.verdict, self._observer.compiles(), self._environment, self._seat.ranks
+            self._judgement.verdict, self._explainer.compiles(), self._environment, self._seat.ranks
         )
 
     # -- the first steps of several ranks ----------------------------------------------------------------------------
@@ -386,8 +443,8 @@ class Session:
         if self._first_steps is None:
             self._first_steps = FirstSteps(
                 self._seat.rig,
-                leads=self._trainer.local_rank == 0 or not observe.shares_cache(self._settings.options["backend"]),
-                failed=self._observer.failed,
+                leads=self._trainer.local_rank == 0 or not compiler.shares_cache(self._settings.options["backend"]),
+                failed=self._explainer.observer.failed,
                 on_failure=self._on_failure,
                 tell=self._export.tell,
             )

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compile_profiler import host
-from compile_profiler.arms import Arm, Call, DeferredLogs, EagerArm, called_once, disguised, patched
+from compile_profiler.arms import Arm, Call, EagerArm, called_once, disguised, patched
 from compile_profiler.guard import Guard
+from compile_profiler.logs import DeferredLogs
 from compile_profiler.manual import Counted, OwnSteps, Take
 from compile_profiler.reducer import Relay, compiling_for, shares_gradients
+from compile_profiler.scaling import LossScale
 
 
 class NoLossError(RuntimeError):
@@ -56,10 +58,13 @@ class StepDoor:
         self._overwrites_gradients = overwrites_gradients
         self._undo = ExitStack()
         self._strategy_step: Call = trainer.strategy.training_step
+        self._strategy_validation: Call = trainer.strategy.validation_step
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
         self._callbacks = list(trainer.callbacks)
         self._is_open = False
+        self.scale = LossScale(getattr(trainer.strategy.precision_plugin, "scaler", None))
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.last_validation_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._seconds = 0.0
         self.own_steps = None if module.automatic_optimization else self._new_own_steps()
         wrapper = trainer.strategy.model
@@ -95,7 +100,7 @@ class StepDoor:
         """Take everything off again; may be called twice."""
         self._undo.close()
         self._is_open = False
-        self.last_call = None
+        self.last_call = self.last_validation_call = None
 
     def _entry(self, hook: str, step: Call, guard: Guard) -> Call:
         run = functools.partial(guard.forward, hook)
@@ -127,6 +132,8 @@ class StepDoor:
                 around.enter_context(self.own_steps.batch())
             if self._watch is not None:
                 run = self._eager_step
+        else:
+            self.last_validation_call = (_repacked(args), _repacked(kwargs))
         around.enter_context(called_once(self._module, hook, run))
 
     def take_seconds(self) -> float:
@@ -228,8 +235,7 @@ class StepDoor:
         return self._by_scaler(loss / self._trainer.accumulate_grad_batches)
 
     def _by_scaler(self, loss: Tensor) -> Tensor:
-        scaler = getattr(self._trainer.strategy.precision_plugin, "scaler", None)
-        return loss if scaler is None else scaler.scale(loss)
+        return self.scale.of(loss)
 
     def one_pass(
         self, arm: Arm, parameters: Iterable[nn.Parameter], take: Take, *args: Any, **kwargs: Any
@@ -311,6 +317,15 @@ class StepDoor:
             loss = loss_of(step(*args, **kwargs))
             self._module.backward(self._scaled(loss))
         return loss.detach()
+
+    def validation_pass(self, arm: Arm, *args: Any, **kwargs: Any) -> Any:
+        """One validation step, in the trainer's precision; its output."""
+        with called_once(self._module, "validation_step", functools.partial(arm.run, "validation_step")):
+            return self._strategy_validation(*args, **kwargs)
+
+    def gradient_scale(self) -> float:
+        """By how much gradients are larger than those of the loss that the step returned; waits for the device."""
+        return self.scale.read() / (1 if self.own_steps is not None else self._trainer.accumulate_grad_batches)
 
     def _own_pass(self, own_steps: OwnSteps, take: Take, step: Call, *args: Any, **kwargs: Any) -> Tensor | None:
         """A step that runs backward itself, moving nothing."""

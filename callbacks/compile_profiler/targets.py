@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from compile_profiler.arms import submodules
+from compile_profiler.parts import submodules
 
 Function = tuple[str, str]
 """File and name of a function, as torch's records have them."""
