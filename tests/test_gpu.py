@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 from click.testing import CliRunner
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -177,6 +178,23 @@ def test_a_step_that_fails_on_the_gpu_is_trained_in_eager():
 
     assert profiler.report.verdict.reason == "compile_error"
     assert differences(plain, measured) == []
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("views", [False, True])
+def test_pairs_through_ddps_wrapper_leave_no_trace(mode, views):
+    """One process under DDP has the wrapper, the reducer and NCCL."""
+    kept = {"mode": mode, "fallback": False, "verbose": False, "pair_every_n_steps": 2}
+
+    def options():
+        return {**ON_GPU, "strategy": DDPStrategy(gradient_as_bucket_view=views), "validate": False}
+
+    profiler = CompileProfiler(**kept)
+    observed = left_behind(*train(Regression, [CompileProfiler(**kept, max_pairs=0)], **options()))
+    measured = left_behind(*train(Regression, [profiler], **options()))
+
+    assert profiler.report.speedup.num_pairs > 3
+    assert differences(observed, measured) == []
 
 
 class MakesNumbersOnTheHost(cases.Case):

@@ -114,7 +114,7 @@ def test_a_paused_window_goes_on_and_rest_stays_compiled():
 
 
 def test_a_planted_gain_is_found_in_real_steps_and_kept(monkeypatch):
-    monkeypatch.setattr("compile_profiler.session.Alternation", _short)
+    monkeypatch.setattr("compile_profiler.windows.Alternation", _short)
     profiler = CompileProfiler(
         backend=sleepy(SHORT_S), verbose=False, end_to_end="windows", pair_every_n_steps=2, warmup_steps=1
     )
@@ -129,7 +129,7 @@ def test_a_planted_gain_is_found_in_real_steps_and_kept(monkeypatch):
 
 
 def test_a_planted_loss_ends_in_eager_by_windows_alone(monkeypatch):
-    monkeypatch.setattr("compile_profiler.session.Alternation", _short)
+    monkeypatch.setattr("compile_profiler.windows.Alternation", _short)
     profiler = CompileProfiler(backend=sleepy(SHORT_S), verbose=False, end_to_end="windows", warmup_steps=1)
     train(Regression, [profiler], max_steps=120, validate=False)
 
@@ -137,6 +137,6 @@ def test_a_planted_loss_ends_in_eager_by_windows_alone(monkeypatch):
     assert profiler.report.end_to_end.speedup < 0.5
 
 
-def _short(clock, *, seed):
+def _short(clock, *, seed, of_all):
     """Windows short enough for a test; the planted difference is far above noise."""
-    return Alternation(clock, seed=seed, window_steps=2, settle_steps=1)
+    return Alternation(clock, seed=seed, window_steps=2, settle_steps=1, of_all=of_all)

@@ -40,6 +40,11 @@ class Settings:
         return {"target": target, **self.options, "backend": _name_of(self.options["backend"])}
 
     @property
+    def hooks(self) -> list[str]:
+        """Step methods that are to run compiled."""
+        return [{"train": "training_step", "validate": "validation_step"}[stage] for stage in self.stages]
+
+    @property
     def replays_cuda_graphs(self) -> bool:
         """Whether ``torch.compile`` is asked for CUDA graphs."""
         asked = (self.options["options"] or {}).get("triton.cudagraphs")

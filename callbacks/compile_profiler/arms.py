@@ -159,6 +159,8 @@ class CompiledArm:
         target: ``"step"``, ``"forward"``, ``"blocks"``, ``"networks"``, or names of submodules.
         hooks: step methods that run compiled, of ``training_step`` and ``validation_step``.
         options: keyword arguments of ``torch.compile``.
+        on_error: for modules whose hooks talk to other processes (FSDP), which nobody can have run twice: only what is
+            between the hooks is compiled, and where that fails this one call runs in eager, then ``on_error``.
 
     Raises:
         ValueError: ``target`` names nothing on this module.
@@ -167,12 +169,20 @@ class CompiledArm:
     name = "compiled"
 
     def __init__(
-        self, module: nn.Module, *, target: str | Sequence[str], hooks: Sequence[str], options: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        *,
+        target: str | Sequence[str],
+        hooks: Sequence[str],
+        options: Mapping[str, Any],
+        on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         self._module = module
         self._target = target
         self._hooks = tuple(hooks)
+        self._on_error = on_error
         self._options = {**options, **_ISOLATED}
+        self._is_broken = False
         self._tracer: dict[str, Any] = {}
         self._watch = HookWatch(module)
         self.logs = DeferredLogs()
@@ -196,7 +206,7 @@ class CompiledArm:
         for submodule in module.modules():
             attributes = dict(self.logs.stand_ins) if submodule is module else {}
             if submodule in in_place:
-                attributes["_compiled_call_impl"] = in_place[submodule]
+                attributes["forward" if self._on_error else "_compiled_call_impl"] = in_place[submodule]
             elif isinstance(submodule, (Metric, MetricCollection)):
                 attributes.update(
                     {n: _outside_the_graph(getattr(submodule, n)) for n in ("forward", "update", "compute")}
@@ -223,9 +233,30 @@ class CompiledArm:
                 continue  # the user compiled it already
             kind = type(submodule) if shared else name
             if kind not in by_class:
-                by_class[kind] = torch.compile(self._own_code.of(_call_module), **self._options)
-            self._in_place.append((submodule, functools.partial(by_class[kind], submodule)))
+                inside = _call_module if self._on_error is None else _forward_of
+                by_class[kind] = torch.compile(self._own_code.of(inside), **self._options)
+            compiled: Call = functools.partial(by_class[kind], submodule)
+            if self._on_error is not None:
+                compiled = self._or_eager(compiled, functools.partial(_forward_of, submodule), self._on_error)
+            self._in_place.append((submodule, compiled))
             self.compiled_names.append(name)
+
+    def _or_eager(self, compiled: Call, eager: Call, on_error: Callable[[Exception], None]) -> Call:
+        """One call compiled, or in eager where that fails; an error of eager too is the user's own."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_broken:
+                return eager(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:
+                failure = error.with_traceback(None)
+            output = eager(*args, **kwargs)
+            self._is_broken = True
+            on_error(failure)
+            return output
+
+        return run
 
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the hook compiled, without logging."""
@@ -277,6 +308,10 @@ class CompiledArm:
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _outside_the_graph(call: Call) -> Call:

@@ -278,7 +278,7 @@ class CompileProfiler(host.Callback):
     def on_train_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
         """Take everything off the module, write the report."""
         self._unseen = self._settings.verbose and trainer.is_global_zero and self._session is not None
-        self._close()
+        self._close(orderly=True)
 
     @_guarded
     def on_fit_end(self, trainer: host.Trainer, pl_module: host.LightningModule) -> None:
@@ -301,10 +301,10 @@ class CompileProfiler(host.Callback):
             self._export.describe_late(self._settings.config, self._report)
             self._export = None
 
-    def _close(self) -> None:
+    def _close(self, *, orderly: bool = False) -> None:
         if self._session is not None:
+            self._report = self._session.finish(orderly=orderly)
             self._earlier = self._session.for_checkpoint()
-            self._report = self._session.finish()
             self._session = None
 
     def _give_up(self, error: Exception) -> None:

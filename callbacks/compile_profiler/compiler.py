@@ -218,3 +218,12 @@ def _operator_at_hand() -> tuple[str, bool]:
     meta = getattr(node, "meta", {})
     value = meta.get("val")
     return meta.get("stack_trace") or "", isinstance(value, torch.Tensor) and value.is_complex()
+
+
+def shares_cache(backend: Any) -> bool:
+    """Whether what one process compiles is read from disk by another on its machine."""
+    if backend != "inductor":
+        return False
+    from torch._inductor import config  # imported late: loads the compiler
+
+    return bool(getattr(config, "fx_graph_cache", False)) and not getattr(config, "force_disable_caches", False)

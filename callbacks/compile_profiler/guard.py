@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from compile_profiler.arms import Call, CompiledArm
 from compile_profiler.logs import DeferredLogs
 from compile_profiler.manual import OwnSteps
+from compile_profiler.reducer import reached
 from compile_profiler.sandbox import GENERATORS, RandomState, Snapshot
 
 RECENT_CALLS = 50
@@ -40,6 +41,8 @@ class Guard:
         on_failure: called with the error after the batch has been trained in eager.
         on_trouble: called with an error of our own in doing so.
         own_steps: the optimizers that the step moves itself; such a step is retried as a whole, backward included.
+        shares: whether other processes wait for each gradient, which must reach them once.
+        retries: whether a step may run again as a whole; if not, the arm itself has to fall back.
     """
 
     name = "compiled"
@@ -52,12 +55,16 @@ class Guard:
         on_trouble: Callable[[Exception], None],
         *,
         own_steps: OwnSteps | None = None,
+        shares: bool = False,
+        retries: bool = True,
     ) -> None:
         self._module = module
         self._arm = arm
         self._on_failure = on_failure
         self._on_trouble = on_trouble
         self._own_steps = own_steps
+        self._shares = shares
+        self._retries = retries
         self.enabled = True  # False: steps run in eager, as in an eager window
         self._seconds = 0.0
         self._in_steps_s: deque[float] = deque(maxlen=RECENT_CALLS)
@@ -85,6 +92,11 @@ class Guard:
         self._call = None
         if not self.enabled:
             return getattr(self._module, hook)(*args, **kwargs)
+        if not self._retries:
+            output = self._arm.call(hook, *args, **kwargs)
+            for log in self._arm.logs.taken(self._module):
+                log()
+            return output
         try:
             began_s = time.perf_counter()
             self._keep(args, kwargs)
@@ -156,6 +168,14 @@ class Guard:
         loss = eager_loss(*args, **kwargs)
         if bring_back is not None:
             bring_back()
+        if self._shares:
+            # What has come has been handed on already; the other processes wait for the rest, once.
+            late = {id(p) for p, before, version in gradients if not _has_come(p, before, version)}
+            rest = [leaf for leaf in reached(loss) if id(leaf) in late]
+            if rest or not gradients:
+                run(loss, *others, **options, **({"inputs": rest} if len(late) < len(gradients) else {}))
+            self._settle(failure, trouble)
+            return
         complete = []
         for parameter, gradient, version in gradients:
             if gradient is not None and gradient._version != version:
@@ -304,6 +324,11 @@ def _grouped(buffers: Iterable[Tensor]) -> list[_Group]:
         group.buffers.append(buffer)
         group.values.append(torch.empty_like(buffer))
     return list(groups.values())
+
+
+def _has_come(parameter: nn.Parameter, before: Tensor | None, version: int) -> bool:
+    """Whether backward has added to this parameter's gradient: all at once, as autograd does for a leaf."""
+    return parameter.grad is not before or (before is not None and before._version != version)
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -103,14 +103,44 @@ def seconds_left(trainer: Trainer, step_s: float) -> float:
     return max(0.0, min(left_s))
 
 
-def unsupported(trainer: Trainer, module: LightningModule) -> str | None:
+def unsupported(trainer: Trainer, module: LightningModule, target: str | Sequence[str]) -> str | None:
     """Why this run cannot be measured fairly, or ``None``."""
-    strategy = type(trainer.strategy).__name__
-    if strategy != "SingleDeviceStrategy":
-        return f"the strategy {strategy} on {trainer.world_size} process(es)"
+    way = parallelism(trainer)
+    if way is None:
+        return f"the strategy {type(trainer.strategy).__name__} on {trainer.world_size} process(es)"
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return "a training_step that takes the dataloader_iter, so a batch cannot be run twice"
+    if way == "fsdp" and target in ("step", "forward"):
+        return f"target={target!r} under {type(trainer.strategy).__name__}; use target='blocks' or a list of submodules"
+    if way == "none" or (way == "ddp" and trainer.world_size == 1):
+        return None
+    if not module.automatic_optimization:
+        return "manual optimization under a distributed strategy, where no rank can run its step again by itself"
+    if not torch.distributed.is_gloo_available():
+        return "more than one process with a torch that lacks gloo, by which they meet"
     return None
+
+
+Parallelism = Literal["none", "ddp", "fsdp"]
+
+
+def parallelism(trainer: Trainer) -> Parallelism | None:
+    """How the trainer spreads its work over processes, ``None`` for ways that cannot be measured.
+
+    ``fsdp`` is that of ``ModelParallelStrategy`` with data parallelism alone: ``fully_shard`` (FSDP2).
+    """
+    strategy = trainer.strategy
+    kinds = {kind.__name__ for kind in type(strategy).__mro__}
+    if kinds & {
+        "DeepSpeedStrategy",
+        "XLAStrategy",
+        "SingleDeviceXLAStrategy",
+    }:  # which call themselves one of the known
+        return None
+    if "ModelParallelStrategy" in kinds:
+        return "fsdp" if strategy.device_mesh["tensor_parallel"].size() == 1 else None
+    known: dict[str, Parallelism] = {"SingleDeviceStrategy": "none", "DDPStrategy": "ddp"}
+    return next((known[name] for name in known if name in kinds), None)
 
 
 def target_for(module: LightningModule, target: str | Sequence[str]) -> str | Sequence[str]:

@@ -17,6 +17,7 @@ from compile_profiler.records import (
     Environment,
     Evidence,
     Memory,
+    Ranks,
     Report,
     Sample,
     Time,
@@ -126,6 +127,11 @@ class Ledger:
         last = self.window_samples[-1]
         return last.num_passes * max(0.0, last.eager_s - last.compiled_s) / (overhead_budget * last.compiled_s)
 
+    @property
+    def ordinary_step_s(self) -> float | None:
+        """Seconds of a recent step in which nothing was compiled."""
+        return statistics.median(self._recent_steps_s) if self._recent_steps_s else None
+
     def compile_s(self) -> float:
         """Wall seconds of the steps in which something compiled, less an ordinary step each."""
         return self._earlier_compile_s + self._more_than_ordinary_s(self._compiling_steps_s)
@@ -164,7 +170,9 @@ class Ledger:
         self._first_compiled_step, self._earlier_compile_s = earlier.first_compiled_step, earlier.compile_s
         self.probe_s = earlier.probe_s
 
-    def report(self, verdict: Verdict, compiles: Compiles, environment: Environment) -> Report:
+    def report(
+        self, verdict: Verdict, compiles: Compiles, environment: Environment, ranks: Ranks | None = None
+    ) -> Report:
         """Everything known now; a figure that is not known is ``None``."""
         used = [sample for sample in self.samples if sample.void is None]
         eager_s = statistics.median([sample.eager_s for sample in used]) if used else None
@@ -179,6 +187,7 @@ class Ledger:
             drift=self._drift(),
             memory=self.memory,
             environment=environment,
+            ranks=ranks,
         )
 
     def _drift(self) -> Drift:

@@ -17,13 +17,14 @@ _FAILURES: dict[Reason, str] = {
 }
 
 
-def failure(reason: Reason, error: Exception, what_to_do: str | None) -> str:
-    """What went wrong with the compiled step.
+def failure(reason: Reason, error: Exception, what_to_do: str | None, *, rank: int | None = None) -> str:
+    """What went wrong with the compiled step, and on which rank of several.
 
     >>> failure("runtime_error", ValueError("too wide"), "Do this.")
     'The compiled step failed: ValueError: too wide Do this.'
     """
-    return f"{_FAILURES[reason]}: {first_line(error)} {what_to_do or ''}".rstrip()
+    where = "" if rank is None else f" on rank {rank}"
+    return f"{_FAILURES[reason]}{where}: {first_line(error)} {what_to_do or ''}".rstrip()
 
 
 def first_line(error: Exception) -> str:

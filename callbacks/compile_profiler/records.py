@@ -337,6 +337,32 @@ class Environment(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skew(Record):
+    """Seconds that each rank has of its own: their median, the largest and whose it is."""
+
+    median_s: float | None = None
+    slowest_s: float | None = None
+    slowest_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks(Record):
+    """How far apart the ranks are.
+
+    Attributes:
+        num: how many there are.
+        compile_s: spent on compiling.
+        step_s: of an ordinary training step, in which each waits for the slowest.
+        pass_s: of a compiled forward and backward pass that waits for nobody.
+    """
+
+    num: int = 1
+    compile_s: Skew | None = None
+    step_s: Skew | None = None
+    pass_s: Skew | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Record):
     """Everything known about one fit. JSON keys are the field names; an unknown figure is ``null``."""
 
@@ -349,6 +375,7 @@ class Report(Record):
     drift: Drift = field(default_factory=Drift)
     memory: Memory = field(default_factory=Memory)
     environment: Environment = field(default_factory=Environment)
+    ranks: Ranks | None = None
 
     @classmethod
     def from_dict(cls: type[AnyRecord], data: Mapping[str, Any]) -> AnyRecord:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compile_profiler.records import Compiles, Drift, Environment, Event, Remedy, Report, Speedup, Time
+from compile_profiler.records import Compiles, Drift, Environment, Event, Ranks, Remedy, Report, Skew, Speedup, Time
 
 T = TypeVar("T")
 Row = tuple[str, str, str]  # what, value, what the value rests on
@@ -148,7 +148,24 @@ def figures(report: Report) -> list[Row]:
         ("gradient drift", known(report.drift.grad_rel, small), _gradient_basis(report.drift)),
         ("peak memory", known(memory.compiled_peak_bytes, size), f"compiled; eager {eager_peak}"),
         ("measured on", known(report.environment.device, str), _environment_basis(report.environment)),
+        *([] if report.ranks is None else [_ranks_row(report.ranks)]),
     ]
+
+
+def _ranks_row(ranks: Ranks) -> Row:
+    """Who is slow, and how slow beside the others.
+
+    >>> _ranks_row(Ranks(num=4, pass_s=Skew(median_s=0.01, slowest_s=0.02, slowest_rank=3)))
+    ('ranks', '4', 'slowest pass: rank 3, 20.0 ms (median 10.0 ms)')
+    """
+
+    def told(what: str, skew: Skew | None) -> str | None:
+        if skew is None or skew.slowest_s is None:
+            return None
+        return f"{what}: rank {skew.slowest_rank}, {seconds(skew.slowest_s)} (median {known(skew.median_s, seconds)})"
+
+    basis = _joined(told("slowest pass", ranks.pass_s), told("longest compile", ranks.compile_s))
+    return "ranks", str(ranks.num), basis
 
 
 def _event_rows(events: tuple[Event, ...]) -> list[Row]:

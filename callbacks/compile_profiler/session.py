@@ -1,4 +1,4 @@
-"""One fit: what runs compiled, when a pair is due, what follows from what was seen."""
+"""One fit: what runs compiled, when a pair is due, when the ranks meet."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
+from torch import Tensor
 
-from compile_profiler import checkpoint, host, machine
-from compile_profiler.advice import advice
+from compile_profiler import checkpoint, compiler, host, machine
+from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm
 from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.explainer import Explainer
 from compile_profiler.export import Export
+from compile_profiler.first_steps import FirstSteps
+from compile_profiler.group import Group, LostError
+from compile_profiler.judgement import Judgement, is_failure, packed, unpacked
 from compile_profiler.ledger import Ledger
 from compile_profiler.matching import Matching, with_eagers_numbers
-from compile_profiler.notices import failure, not_finite
-from compile_profiler.records import Reason, Remedy, Report, Sample, Stage, Verdict
-from compile_profiler.rig import Rig
-from compile_profiler.verdict import UNSCHEDULED, judge
-from compile_profiler.windows import SETTLE_STEPS, Alternation, Window
+from compile_profiler.meeting import Exchange, Meeting, alone, first_voice, largest
+from compile_profiler.notices import not_finite
+from compile_profiler.records import Reason, Remedy, Report, Stage, Verdict
+from compile_profiler.rig import RefusedError, build
+from compile_profiler.seat import Seat
+from compile_profiler.verdict import UNSCHEDULED
+from compile_profiler.windows import StepTimes
 
-MAX_SHAPES_TO_REOPEN = 3
-_MAX_BACKOFF = 10
-_HOOKS = {"train": "training_step", "validate": "validation_step"}
+T = TypeVar("T")
 
 
 class Session:
-    """The compiled part of one fit, from start to finish.
+    """The compiled part of one fit, from start to finish; at a meeting of ranks it is what ``Does`` describes.
 
     Args:
         settings: the callback's arguments.
@@ -57,26 +60,34 @@ class Session:
         self._export = export
         self._on_trouble = on_trouble
         self._config = settings.config
-        self._verdict = Verdict(config=self._config)
         self._environment = host.environment(trainer)
         self._identity = checkpoint.identity(module, settings.decisive(), self._environment)
         self._ledger = Ledger(confidence=settings.limits.confidence, whole_step=settings.end_to_end != "off")
         self._explainer = Explainer(settings, trainer, module, export, self._on_remedy)
+        self._judgement = Judgement(settings.limits, self._config, self._ledger, self._explainer)
         self._clock = Clock(trainer.strategy.root_device)
-        self._window = Window(self._clock)
-        windows = settings.end_to_end == "windows" and settings.limits.max_pairs
-        self._alternation = Alternation(self._clock, seed=settings.seed) if windows else None
-        self._rig: Rig | None = None  # while the run is compiled
+        self._times = StepTimes(
+            self._clock,
+            alternates=settings.end_to_end == "windows" and settings.limits.max_pairs > 0,
+            seed=settings.seed,
+            of_all=trainer.world_size > 1,
+        )
+        self._account = Account(self._explainer, self._ledger, self._times, warmup_steps=settings.warmup_steps)
+        self._seat = Seat(settings, self._ledger, self._explainer, self._times, self._account, self._judgement)
         self._step = 0
-        self._step_began_s = 0.0
-        self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
-        self._num_clean = 0
-        self._warm = False  # the first compiles of this fit are over
-        self._num_since_pair = 0
         self._num_since_validation = 0
         self._told_not_finite = False
-        self._news = True  # something to judge
+        self._step_began_s = 0.0
+        self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
         self._unlogged = True  # something to log
+        # What concerns the other ranks; alone, what concerns nobody.
+        every = settings.pair_every_n_steps
+        self._rank, self._world_size = trainer.global_rank, trainer.world_size
+        self._meeting = Meeting(rank=self._rank, world_size=self._world_size, pair_every_n_steps=every)
+        self._group: Group | None = None
+        self._first_steps: FirstSteps | None = None
+        self._is_sharded = host.parallelism(trainer) == "fsdp"
+        self._can_rehearse = True  # a pass of one rank alone waits for no other
 
     # -- beginning and end -------------------------------------------------------------------------------------------
 
@@ -86,51 +97,66 @@ class Session:
         Args:
             earlier: what ``for_checkpoint`` of the fit that is resumed gave.
         """
-        obstacle = host.unsupported(self._trainer, self._module)
+        obstacle = host.unsupported(self._trainer, self._module, self._settings.target)
         if obstacle is not None:
-            return self._refuse("unsupported", f"This version does not measure {obstacle}")
-        obstacle = machine.disabled()
-        if obstacle is not None:
-            return self._refuse("disabled", f"Nothing is compiled: {obstacle}")
-        if not self._explainer.observer.sees_compiling:
-            return self._refuse("unsupported", "This torch does not tell when it compiles")
-        if earlier is not None and self._go_on_from(earlier):
-            return None
-        if self._settings.options["backend"] == "inductor":
-            obstacle = machine.missing(self._trainer.strategy.root_device)
-            if obstacle is not None:
-                return self._refuse("compile_error", f"Nothing can be compiled here. {obstacle.rstrip('.')}")
-        hooks = [_HOOKS[stage] for stage in self._settings.stages]
+            return self._refuse(self._refusal("unsupported", f"This version does not measure {obstacle}"))
         try:
-            target = host.target_for(self._module, self._settings.target)
-            arm = CompiledArm(self._module, target=target, hooks=hooks, options=self._settings.options)
-        except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-            what_to_do = advice(error, machine.system())
-            return self._refuse("compile_error", failure("compile_error", error, what_to_do))
-        if target == "networks" and not arm.compiled_names:
-            return self._refuse("nothing_compiled", "Manual optimization, and no child module owns parameters")
-        if arm.compiled_names:
-            self._config["modules"] = list(arm.compiled_names)
-        self._rig = Rig(
-            self._settings,
-            self._trainer,
-            self._module,
-            arm,
-            hooks=hooks,
-            clock=self._clock,
-            environment=self._environment,
-            on_failure=self._on_failure,
-            on_trouble=self._on_trouble,
-            compiled_something=self._explainer.observer.compiling,
-            matching=self._matching(target),
-        )
-        self._explainer.start(arm, target, hooks)
+            if not self._meeting.is_alone:
+                self._group = Group(self._export.tell)
+            if self._go_on_from(earlier):
+                return None
+            refusal = self._obstacle() or self._compile()
+            text = None if refusal is None else packed(refusal)
+            text = self._run(first_voice(text, rank=self._rank, world_size=self._world_size))
+        except LostError as error:
+            return self._lost(error)
+        if text is not None:
+            self._leave()
+            return self._refuse(unpacked(text, self._config))
+        if self._seat.rig is not None:
+            self._explainer.start(self._seat.rig.arm, self._target, self._settings.hooks)
         return None
 
-    def _matching(self, target: str | Sequence[str]) -> Matching:
+    @property
+    def _target(self) -> str | Sequence[str]:
+        return host.target_for(self._module, self._settings.target)
+
+    def _obstacle(self) -> Verdict | None:
+        obstacle = machine.disabled()
+        if obstacle is not None:
+            return self._refusal("disabled", f"Nothing is compiled: {obstacle}")
+        if not self._explainer.observer.sees_compiling:
+            return self._refusal("unsupported", "This torch does not tell when it compiles")
+        return None
+
+    def _compile(self) -> Verdict | None:
+        """Put the compiled arm on the module, or say why not."""
+        try:
+            self._seat.rig = build(
+                self._settings,
+                self._trainer,
+                self._module,
+                clock=self._clock,
+                environment=self._environment,
+                on_failure=self._on_failure,
+                on_trouble=self._on_trouble,
+                compiled_something=self._explainer.observer.compiling,
+                matching=self._matching(),
+            )
+        except RefusedError as refused:
+            return self._refusal(refused.reason, str(refused))
+        if self._seat.rig.arm.compiled_names:
+            self._config["modules"] = list(self._seat.rig.arm.compiled_names)
+        if self._is_sharded:
+            self._do_without_pairs("Each pass of a sharded module gathers weights from all processes")
+        elif self._group is not None:
+            self._seat.rig.door.before_step = self._before_step
+        return None
+
+    def _matching(self) -> Matching:
         options = functools.partial(with_eagers_numbers, self._settings.options)
         return Matching(
-            lambda: CompiledArm(self._module, target=target, hooks=["training_step"], options=options()),
+            lambda: CompiledArm(self._module, target=self._target, hooks=["training_step"], options=options()),
             expected_s=self._ledger.compile_s,
             left_s=lambda: host.seconds_left(self._trainer, self._ledger.ordinary_s),
             budget=self._settings.overhead_budget,
@@ -139,9 +165,12 @@ class Session:
 
     def _go_on_from(self, data: Any) -> bool:
         """Take over what an earlier fit has found out; whether that settles it: no compiling."""
-        earlier = checkpoint.unpacked(data, self._identity)
-        if isinstance(earlier, str):
-            self._export.tell(f"The checkpoint's measurements are of another {earlier}; measuring starts afresh.")
+        earlier = None if data is None else checkpoint.unpacked(data, self._identity)
+        is_afresh = not isinstance(earlier, checkpoint.Earlier)
+        if self._run(largest({"is_afresh": is_afresh}))["is_afresh"] or not isinstance(earlier, checkpoint.Earlier):
+            if earlier is not None:
+                whose = earlier if isinstance(earlier, str) else "machine on another rank"
+                self._export.tell(f"The checkpoint's measurements are of another {whose}; measuring starts afresh.")
             return False
         self._ledger.go_on_from(earlier.evidence)
         if earlier.verdict is None:
@@ -153,14 +182,24 @@ class Session:
     def for_checkpoint(self) -> dict[str, Any]:
         """What the next fit of this training can go on from, in plain values."""
         max_pairs = self._settings.limits.max_pairs
-        return checkpoint.packed(self._identity, self._verdict, self._ledger.evidence(), max_pairs=max_pairs)
+        return checkpoint.packed(self._identity, self._judgement.verdict, self._ledger.evidence(), max_pairs=max_pairs)
 
-    def _refuse(self, reason: Reason, message: str) -> None:
-        host.warn(f"{message}; training goes on as without the callback.")
-        self._conclude(Verdict(decision="eager", reason=reason, message=f"{message}.", config=self._config))
+    def _refusal(self, reason: Reason, message: str) -> Verdict:
+        return Verdict(decision="eager", reason=reason, message=f"{message}.", config=self._config)
 
-    def finish(self) -> Report:
-        """Take everything off the module, deliver the result; may be called twice."""
+    def _refuse(self, verdict: Verdict) -> None:
+        host.warn(f"{verdict.message.removesuffix('.')}; training goes on as without the callback.")
+        self._conclude(verdict)
+
+    def finish(self, *, orderly: bool = False) -> Report:
+        """Take everything off the module, deliver the result; may be called twice.
+
+        Args:
+            orderly: all ranks have come to the end of training, so that they can meet once more.
+        """
+        if orderly and self._seat.rig is not None and self._group is not None:
+            self._seat.is_over = True
+            self._meet()
         self._leave()
         self._explainer.observer.stop()
         report = self.report()
@@ -169,26 +208,34 @@ class Session:
         return report
 
     def _leave(self) -> None:
-        """Back to the user's own step; compiled code is released."""
-        if self._rig is not None:
-            self._ledger.own_s += self._rig.take_seconds()
-            self._rig.remove()
-        self._rig = None
+        """Back to the user's own step; compiled code is released, and so are the ways to the other ranks."""
+        if self._seat.rig is not None:
+            self._ledger.own_s += self._seat.rig.take_seconds()
+            self._seat.rig.remove()
+        self._seat.rig = None
+        if self._group is not None:
+            self._group.close()
+        self._group = None
         self._explainer.release()
 
     def abandon(self, message: str) -> Report:
         """After an error of our own: take everything off, whatever else fails by then."""
-        self._verdict = Verdict(decision="eager", reason="disabled", message=message, config=self._config)
-        report = Report(verdict=self._verdict, environment=self._environment)
-        rig, self._rig = self._rig, None
+        verdict = Verdict(decision="eager", reason="disabled", message=message, config=self._config)
+        self._judgement.verdict = verdict
+        report = Report(verdict=verdict, environment=self._environment)
+        rig, self._seat.rig = self._seat.rig, None
+        group, self._group = self._group, None
         with contextlib.suppress(Exception):
             if rig is not None:
                 rig.remove()
         with contextlib.suppress(Exception):
+            if group is not None:  # so that the other ranks do not wait
+                group.close()
+        with contextlib.suppress(Exception):
             self._explainer.observer.stop()
             self._explainer.release()
         with contextlib.suppress(Exception):
-            self._verdict = replace(self._verdict, step=self._step)
+            self._judgement.verdict = replace(verdict, step=self._step)
             report = self.report()
         with contextlib.suppress(Exception):
             self._export.write(report)
@@ -198,97 +245,69 @@ class Session:
 
     def on_step_start(self) -> None:
         """Before a training step: what was compiled up to here was not compiled for it."""
-        if self._rig is not None:
+        if self._seat.rig is not None:
             began_s = time.perf_counter()
             if self._explainer.observer.compiling():
                 self._explainer.observer.skip()
             self._step_began_s = time.perf_counter()
             self._before_s = self._step_began_s - began_s
 
-    def on_step_end(self, loss: torch.Tensor | None) -> None:
+    def on_step_end(self, loss: Tensor | None) -> None:
         """After a training step with this loss: account for it, run a pair if one is due, decide, log."""
         began_s = time.perf_counter()
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
-        if self._rig is not None:
-            self._before_s += self._rig.door.take_seconds()
-            self._account(began_s - self._step_began_s)
-            self._rig.watch.see(loss)
-            if self._is_due():
-                self._run_pair()
-            if self._news:
-                self._decide()
+        if self._seat.rig is not None:
+            boundary = self._seat.rig.door.at_boundary()
+            self._before_s += self._seat.rig.door.take_seconds()
+            self._account.step(
+                self._step,
+                began_s - self._step_began_s,
+                batch=self._seat.rig.door.last_call,
+                boundary=boundary,
+                compiled=self._seat.rig.is_compiled,
+                own_s=self._before_s + self._after_s,
+            )
+            self._seat.rig.watch.see(loss)
+            self._meeting.count(boundary=boundary)
+            self._num_since_validation += int(boundary)
+            if self._times.alternates:
+                self._seat.rig.enable(self._times.arm == "compiled" and self._seat.failed is None)
+            if self._is_due(boundary):
+                self._meet()
         if self._unlogged and host.logs_this_step(self._trainer):
             self._unlogged = False
             self._export.log(self.report(), self._step)
-            self._pause_windows()
+            self._times.pause()
         self._after_s = time.perf_counter() - began_s
         self._ledger.own_s += self._before_s + self._after_s
 
     def _look(self, stage: Stage, batch: Any = None) -> bool:
-        """Take what was compiled as events of ``stage``; whether there was anything."""
-        if batch is None and self._rig is not None:
-            batch = self._rig.door.last_call
-        return self._explainer.look(stage, batch, step=self._step)
+        if batch is None and self._seat.rig is not None:
+            batch = self._seat.rig.door.last_call
+        return self._account.look(stage, batch, step=self._step)
 
     def _on_remedy(self, remedy: Remedy) -> None:
         """The compiled target is another one from here on: pairs begin anew."""
         self._config["healed"] = [*self._config.get("healed", ()), remedy.change]
-        self._verdict = replace(self._verdict, config=dict(self._config))
+        self._judgement.verdict = replace(self._judgement.verdict, config=dict(self._config))
         self._ledger.ask()
-
-    def _account(self, seconds: float) -> None:
-        compiling = self._look("train")
-        compiled = self._alternation is None or self._alternation.arm == "compiled"
-        boundary = self._rig is not None and self._rig.door.at_boundary()
-        self._ledger.add_step(self._step, seconds, compiled=compiled, compiling=compiling)
-        self._num_since_pair += int(boundary)
-        self._num_since_validation += int(boundary)
-        if compiling:
-            self._num_clean = 0
-            self._news = True
-            self._pause_windows()
-            if self._warm:
-                self._reopen("something was compiled again")
-            return
-        self._num_clean += 1
-        self._warm |= self._num_clean >= self._settings.warmup_steps
-        if self._alternation is None:
-            self._window.step(self._before_s + self._after_s)
-        elif self._num_clean >= self._settings.warmup_steps:
-            self._alternate(boundary)
-
-    def _alternate(self, boundary: bool) -> None:
-        """Account for a step of the open window; the next step runs on the arm whose turn it is."""
-        assert self._alternation is not None
-        assert self._rig is not None
-        sample = self._alternation.step(self._step, boundary=boundary, own_s=self._before_s + self._after_s)
-        if sample is not None:
-            self._ledger.window_samples.append(sample)
-            self._news = True
-            if self._verdict.decision != "undecided":
-                self._alternation.rest(self._ledger.steps_per_couple(self._settings.overhead_budget))
-        for guard in self._rig.guards.values():
-            guard.enabled = self._alternation.arm == "compiled"
-
-    def _pause_windows(self) -> None:
-        self._window.pause(settle_steps=SETTLE_STEPS)
-        if self._alternation is not None:
-            self._alternation.pause()
 
     def on_validation_step_end(self, batch: Any) -> None:
         """After a batch of validation or the sanity check."""
-        if self._rig is not None:
+        if self._seat.rig is not None:
             stage = host.stage_of(self._trainer)
             compiling = self._look(stage, batch)
-            self._news |= compiling
-            if stage == "validate" and not compiling and self._num_since_validation >= self._pair_interval():
+            self._account.news |= compiling
+            is_time = self._num_since_validation >= self._seat.steps_per_pair
+            # Alone only: a pass of validation may talk to other ranks, which are not asked.
+            if stage == "validate" and not compiling and is_time and self._meeting.is_alone:
                 self._compare_validation()
 
     def _compare_validation(self) -> None:
         """Compare both arms on the batch of validation at hand."""
-        assert self._rig is not None
-        call, pairs = self._rig.door.last_validation_call, self._rig.pairs
+        assert self._seat.rig is not None
+        call, pairs = self._seat.rig.door.last_validation_call, self._seat.rig.pairs
         if call is None or pairs is None or pairs.stopped or profiler_is_on():
             return
         began_s = time.perf_counter()
@@ -297,135 +316,154 @@ class Session:
         self._look("probe")
         if sample is not None:
             self._ledger.add_validation(sample, time.perf_counter() - began_s)
-            self._news = True
+            self._account.news = True
         self._ledger.own_s += time.perf_counter() - began_s
 
     def on_disturbance(self) -> None:
         """Validation, a checkpoint, a new epoch: neither a window nor a pair may lean on what follows."""
-        self._pause_windows()
-        self._num_clean = min(self._num_clean, self._settings.warmup_steps - 1)
+        self._account.disturb()
 
-    # -- pairs -------------------------------------------------------------------------------------------------------
+    # -- meeting -----------------------------------------------------------------------------------------------------
 
-    def _is_due(self) -> bool:
-        return (
-            self._rig is not None
-            and self._rig.pairs is not None
-            and not self._rig.pairs.stopped
-            and (self._is_scheduled() or self._rig.watch.alarm is not None)
-            and self._rig.door.at_boundary()
-            and not profiler_is_on()  # it slows eager down more than compiled, and the pair would be in its record
-            and (self._alternation is None or self._alternation.between)
+    def _is_due(self, boundary: bool) -> bool:
+        return self._meeting.is_due(
+            boundary=boundary,
+            urgent=self._seat.has_something_to_say(self._meeting.num_since_pair),
+            in_window=not self._times.between,
+            window_ended=self._times.couple is not None,
         )
 
-    def _is_scheduled(self) -> bool:
-        warm = self._num_clean >= self._settings.warmup_steps
-        return warm and self._num_since_pair >= self._pair_interval()
+    def _meet(self) -> None:
+        try:
+            self._run(self._meeting.hold(self._seat, self))
+        except LostError as error:
+            self._lost(error)
 
-    def _pair_interval(self) -> float:
-        """Optimizer steps between two pairs: fixed while undecided, afterwards what ``overhead_budget`` allows."""
-        # A model that compiles in every pair would otherwise be measured in vain for ever.
-        interval = self._settings.pair_every_n_steps << min(self._ledger.num_void_in_a_row, _MAX_BACKOFF)
-        if self._verdict.decision == "undecided":
-            return interval
-        return max(interval, self._ledger.steps_per_pair(self._settings.overhead_budget))
+    def _run(self, exchange: Exchange[T]) -> T:
+        return alone(exchange) if self._group is None else self._group.run(exchange)
 
-    def _reopen(self, why: str) -> None:
-        """Another regime than the one that was decided on: ask again, from here on; the run stays compiled."""
-        if self._verdict.reason not in ("gain", "inconclusive"):
-            return
-        self._ledger.ask()
-        self._verdict = Verdict(message=f"Asked again: {why}.", step=self._step, config=self._config)
-        self._unlogged = True
-        self._export.tell(f"measuring again at step {self._step}: {why}.")
+    def _lost(self, error: LostError) -> None:
+        """Nobody can agree on anything any more: each rank trains on by itself, as without the callback."""
+        message = f"The ranks could not meet at step {self._step}: {error}"
+        host.warn(f"{message}; training goes on as without the callback.")
+        self._conclude(replace(self._refusal("runtime_error", message), step=self._step))
 
-    def _look_again(self, sample: Sample) -> None:
-        """Whether this pair shows another regime, or an undecided question has rested long enough."""
-        shapes = {earlier.shape for earlier in self._ledger.samples}
-        # A run of ever new lengths was decided on many of them; its next new one is nothing new.
-        if sample.void is None and shapes and sample.shape not in shapes and len(shapes) <= MAX_SHAPES_TO_REOPEN:
-            self._reopen("batches of another shape came")
-        rested = len(self._ledger.asked_samples) >= 2 * self._settings.limits.max_pairs
-        if self._verdict.reason == "inconclusive" and rested:
-            self._reopen("the answer was not clear")
-
-    def _run_pair(self) -> None:
-        assert self._rig is not None
-        scheduled = self._is_scheduled()
-        ordinary = self._window.close(settle_steps=SETTLE_STEPS)
+    def pair(self, *, scheduled: bool) -> Exchange[bool]:
+        """Take a pair, together with the other ranks; whether it counts as one that was ``scheduled``."""
+        rig = self._seat.rig
+        assert rig is not None
+        ordinary = self._times.before_pair()
         began_s = time.perf_counter()
-        sample = self._rig.take_pair(step=self._step, ordinary=ordinary, scheduled=scheduled)
-        if self._rig.pairs is not None and self._rig.pairs.memory is not None:
-            self._ledger.memory = self._rig.pairs.memory
+        sample = yield from rig.take_pair(step=self._step, ordinary=ordinary, scheduled=scheduled)
+        if rig.pairs is not None and rig.pairs.memory is not None:
+            self._ledger.memory = rig.pairs.memory
         self._look("probe")
-        if self._rig.door.last_call is not None:
-            self._explainer.time_guards(*self._rig.door.last_call)
-        if not self._told_not_finite and self._rig.is_not_finite(sample):
+        if rig.door.last_call is not None:
+            self._explainer.time_guards(*rig.door.last_call)
+        if not self._told_not_finite and rig.is_not_finite(sample):
             self._told_not_finite = True
-            host.warn(not_finite(self._step, weights_finite=self._rig.weights_finite()))
-        if sample.void not in UNSCHEDULED:
-            self._num_since_pair = 0
-        self._news = True
-        self._window.drop(settle_steps=SETTLE_STEPS)
-        self._look_again(sample)
+            host.warn(not_finite(self._step, weights_finite=rig.weights_finite()))
+        self._times.after_pair()
+        if self._rank == 0:
+            self._reopen(self._judgement.another_regime(sample))
         self._ledger.add_pair(sample, time.perf_counter() - began_s)
+        return sample.void not in UNSCHEDULED
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
-    def _decide(self) -> None:
-        self._news = False
+    def _reopen(self, why: str | None) -> None:
+        if why is not None and self._judgement.reopen(why, self._step):
+            self._unlogged = True
+            self._export.tell(f"measuring again at step {self._step}: {why}.")
+
+    def judge(self) -> str:
+        """What follows from all that has been found."""
+        if self._seat.common.compiled_again:
+            self._reopen("something was compiled again")
         obstacle = machine.disabled()
         if obstacle is not None and self._explainer.compiles().graphs == 0:  # switched off since the fit began
-            self._refuse("disabled", f"Nothing is compiled: {obstacle}")
-            return
-        compiles, left_out = self._explainer.compiles(), self._explainer.observer.left_out
-        if self._rig is not None and self._ledger.num_compiled_steps and (compiles.graphs == 0 or left_out is not None):
-            self._explainer.find_other_targets(self._rig)
-        verdict = judge(
-            self._ledger.asked_samples,
-            compiles,
-            limits=self._settings.limits,
-            step=self._step,
-            config=self._config,
-            num_compiled_steps=self._ledger.num_compiled_steps,
-            num_steps_seen=self._ledger.num_steps,
-            num_recent_compiling=self._ledger.num_recent_compiling,
-            recent_compile_s=self._ledger.recent_compile_s,
-            evidence=self._ledger.asked_windows if self._alternation is not None else None,
-            left_out=left_out,
-            never_ran=self._explainer.never_ran,
-            other_targets=self._explainer.other_targets or (),
-            validations=self._ledger.validations,
-        )
-        if (verdict.decision, verdict.reason) != (self._verdict.decision, self._verdict.reason):
+            return packed(replace(self._refusal("disabled", f"Nothing is compiled: {obstacle}"), step=self._step))
+        is_in_vain = self._seat.common.without_graph or self._seat.common.left_out
+        if is_in_vain and self._seat.rig is not None and self._can_rehearse:
+            self._explainer.find_other_targets(self._seat.rig)
+        return packed(self._judgement.judge(self._step, self._seat.common, by_windows=self._times.alternates))
+
+    def obey(self, text: str) -> None:
+        """Act on what was decided; every rank does at the same step."""
+        verdict, mine = unpacked(text, self._config), self._judgement.verdict
+        if (verdict.decision, verdict.reason) != (mine.decision, mine.reason):
+            if verdict.decision == "undecided":
+                self._ledger.ask()
+            if is_failure(verdict):
+                host.warn(f"{verdict.message} Its batch was trained in eager, and so is the rest of the run.")
             self._conclude(verdict)
             self._export.tell(verdict.message)
         elif verdict.decision == "undecided":
-            self._verdict = verdict
+            self._judgement.verdict = verdict
         self._unlogged = True
 
     def _conclude(self, verdict: Verdict) -> None:
         """Act on a verdict: the one place where the active arm changes."""
-        self._verdict = verdict
+        self._judgement.verdict = verdict
         self._unlogged = True
         if verdict.decision == "eager":
             self._leave()
         self._export.write(self.report())
 
     def _on_failure(self, error: Exception) -> None:
-        """A compiled step failed and its batch has been trained in eager: so is the rest of the run."""
-        self._step = step = host.x_axis(self._trainer)
-        reason: Reason = "compile_error" if self._explainer.observer.failed(error) else "runtime_error"
-        if isinstance(error, torch.OutOfMemoryError):
-            reason = "out_of_memory"
+        """A compiled step failed and its batch has been trained in eager: so is the rest of the run.
+
+        One of several ranks trains on in eager until the next meeting, where it becomes everybody's verdict.
+        """
+        self._step = host.x_axis(self._trainer)
+        is_alone = self._meeting.is_alone
+        verdict = self._judgement.on_failure(error, self._step, None if is_alone else self._rank)
         self._look(host.stage_of(self._trainer))
-        message = failure(reason, error, advice(error, machine.system()))
-        host.warn(f"{message} The batch was trained in eager, and so is the rest of the run.")
-        self._conclude(Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config))
+        if is_alone:
+            host.warn(f"{verdict.message} The batch was trained in eager, and so is the rest of the run.")
+            self._conclude(verdict)
+        elif self._seat.rig is not None:
+            self._seat.failed = self._seat.failed or verdict
+            self._seat.rig.enable(False)
 
     def report(self) -> Report:
         """Everything known now."""
-        if self._rig is not None:
-            self._ledger.own_s += self._rig.take_seconds()
+        if self._seat.rig is not None:
+            self._ledger.own_s += self._seat.rig.take_seconds()
         self._ledger.last_step = host.last_step(self._trainer)
-        return self._ledger.report(self._verdict, self._explainer.compiles(), self._environment)
+        return self._ledger.report(
+            self._judgement.verdict, self._explainer.compiles(), self._environment, self._seat.ranks
+        )
+
+    # -- the first steps of several ranks ----------------------------------------------------------------------------
+
+    def _before_step(self) -> None:
+        """Before each of the first two training steps."""
+        assert self._seat.rig is not None
+        if self._first_steps is None:
+            self._first_steps = FirstSteps(
+                self._seat.rig,
+                leads=self._trainer.local_rank == 0 or not compiler.shares_cache(self._settings.options["backend"]),
+                failed=self._explainer.observer.failed,
+                on_failure=self._on_failure,
+                tell=self._export.tell,
+            )
+            return
+        self._seat.rig.door.before_step = None
+        try:
+            if self._run(self._first_steps.end()):
+                self._do_without_pairs("The step itself sends something to other processes")
+            else:
+                self._run(
+                    self._meeting.hold(self._seat, self)
+                )  # a rank that could not compile is everybody's affair at once
+        except LostError as error:
+            self._lost(error)
+
+    def _do_without_pairs(self, why: str) -> None:
+        assert self._seat.rig is not None
+        self._seat.rig.pairs = None
+        self._can_rehearse = False
+        if self._settings.limits.max_pairs:
+            host.warn(f"{why}, so no pair can be taken; both ways are timed in windows of real steps instead.")
+            self._times.alternate()

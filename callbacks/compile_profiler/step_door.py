@@ -9,16 +9,19 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from compile_profiler import host
-from compile_profiler.arms import Arm, Call, EagerArm, called_once, patched
+from compile_profiler.arms import Arm, Call, EagerArm, called_once, disguised, patched
 from compile_profiler.guard import Guard
+from compile_profiler.logs import DeferredLogs
 from compile_profiler.manual import Counted, OwnSteps, Take
+from compile_profiler.reducer import Relay, compiling_for, shares_gradients
 from compile_profiler.scaling import LossScale
 
 
@@ -58,11 +61,17 @@ class StepDoor:
         self._strategy_validation: Call = trainer.strategy.validation_step
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
         self._callbacks = list(trainer.callbacks)
+        self._is_open = False
         self.scale = LossScale(getattr(trainer.strategy.precision_plugin, "scaler", None))
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.last_validation_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._seconds = 0.0
         self.own_steps = None if module.automatic_optimization else self._new_own_steps()
+        wrapper = trainer.strategy.model
+        self._ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
+        self._watch: AbstractContextManager[Any] | None = None
+        self._relay: Relay | None = None  # in passes that all ranks make together
+        self.before_step: Callable[[], None] | None = None  # called before each training step, with ``last_call`` set
         self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
 
     def at_boundary(self) -> bool:
@@ -85,10 +94,12 @@ class StepDoor:
             self.own_steps.open()
             self._undo.callback(self.own_steps.close)
         self._undo.enter_context(patched(patches))
+        self._is_open = True
 
     def close(self) -> None:
         """Take everything off again; may be called twice."""
         self._undo.close()
+        self._is_open = False
         self.last_call = self.last_validation_call = None
 
     def _entry(self, hook: str, step: Call, guard: Guard) -> Call:
@@ -113,8 +124,14 @@ class StepDoor:
             return
         if hook == "training_step":
             self.last_call = (_repacked(args), _repacked(kwargs))
+            if self.before_step is not None:
+                self.before_step()
+                if not self._is_open:
+                    return
             if self.own_steps is not None:
                 around.enter_context(self.own_steps.batch())
+            if self._watch is not None:
+                run = self._eager_step
         else:
             self.last_validation_call = (_repacked(args), _repacked(kwargs))
         around.enter_context(called_once(self._module, hook, run))
@@ -123,6 +140,25 @@ class StepDoor:
         """Seconds that steps have spent in the door since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def run_instead(self, watch: AbstractContextManager[Any] | None) -> None:
+        """Let training steps run in eager inside this context; ``None``: as before."""
+        self._watch = watch
+
+    @property
+    def runs_instead(self) -> bool:
+        """Whether they do."""
+        return self._watch is not None
+
+    def _eager_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's own step under watch; its logs, which may be collective, wait until it is over."""
+        assert self._watch is not None
+        logs = DeferredLogs()
+        with patched(disguised(self._module, logs.stand_ins)), self._watch:
+            output = self._module.training_step(*args, **kwargs)
+        for log in logs.taken(self._module):
+            log()
+        return output
 
     def _tuner_is_at_work(self) -> bool:
         """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
@@ -219,7 +255,10 @@ class StepDoor:
         # No torch.compiler.cudagraph_mark_step_begin() here: once anybody in the process has called it, torch relies on
         # it alone, and the real steps, which do not call it, would never start a new generation again.
         with torch.enable_grad():
-            with called_once(self._module, "training_step", functools.partial(arm.run, "training_step")):
+            run: Call = functools.partial(arm.run, "training_step")
+            if self._relay is not None:
+                run = self._relay.step(run)
+            with called_once(self._module, "training_step", run):
                 if self.own_steps is not None:
                     return self._own_pass(self.own_steps, take, self._strategy_step, *args, **kwargs)
                 output = self._strategy_step(*args, **kwargs)
@@ -227,8 +266,43 @@ class StepDoor:
             for parameter in parameters:
                 parameter.grad = None
             optimizer = self._trainer.optimizers[0] if self._trainer.optimizers else None
-            self._precision_backward(self._scaled(loss), self._module, optimizer)
+            backward: Callable[[Tensor], None] = functools.partial(
+                self._precision_backward, model=self._module, optimizer=optimizer
+            )
+            if self._relay is not None:
+                self._relay.backward(backward, self._scaled(loss))
+            else:
+                backward(self._scaled(loss))
         return loss.detach()
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether gradients live in memory that the next pass writes."""
+        return shares_gradients(self._ddp)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Passes that wait for no other rank: past DDP's wrapper, which is what adds up gradients.
+
+        The reducer hears nothing of them: it expects gradients only after a forward pass of the wrapper.
+        """
+        if self._ddp is None:
+            yield
+            return
+        with patched([(self._trainer.strategy, "_model", self._module)]), compiling_for(self._ddp):
+            yield
+
+    @contextmanager
+    def together(self) -> Iterator[Callable[[], Exception | None]]:
+        """Passes that all ranks make together, to their end even where one fails; yields what has failed here."""
+        if self._ddp is None:
+            yield lambda: None
+            return
+        self._relay = Relay(list(self._module.parameters()), loss_of)
+        try:
+            yield self._relay.failure
+        finally:
+            self._relay = None
 
     def plain_pass(self, take: Take, *args: Any, **kwargs: Any) -> Tensor | None:
         """Forward and backward of the user's own step in the module's dtype, without autocast.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 from compile_profiler.clock import Clock
@@ -102,17 +103,26 @@ class Alternation:
         seed: of the coin.
         window_steps: timed steps in a window, at least; it ends with an optimizer step.
         settle_steps: untimed steps after each switch.
+        of_all: several processes take these windows, so that arms change after a fixed number of steps, timed or not.
     """
 
     def __init__(
-        self, clock: Clock, *, seed: int, window_steps: int = WINDOW_STEPS, settle_steps: int = SETTLE_STEPS
+        self,
+        clock: Clock,
+        *,
+        seed: int,
+        window_steps: int = WINDOW_STEPS,
+        settle_steps: int = SETTLE_STEPS,
+        of_all: bool = False,
     ) -> None:
         self._coin = random.Random(seed)
         self._window = Window(clock)
         self._window_steps = window_steps
         self._settle_steps = settle_steps
+        self._of_all = of_all
         self._order: list[str] = []
-        self._seconds: dict[str, float] = {}
+        self._num_in_window = 0
+        self._seconds: dict[str, float | None] = {}
         self._num_to_rest = 0.0
 
     @property
@@ -143,18 +153,109 @@ class Alternation:
                 self._window.drop(settle_steps=self._settle_steps)
             return None
         self._window.step(own_s)
-        if not boundary or self._window.num_steps < self._window_steps:
+        self._num_in_window += 1
+        num_steps = self._num_in_window - self._settle_steps if self._of_all else self._window.num_steps
+        if not boundary or num_steps < self._window_steps:
             return None
-        num_steps, found = self._window.num_steps, self._window.close(settle_steps=self._settle_steps)
-        if found is None:  # its last part could not be told
+        found = self._window.close(settle_steps=self._settle_steps)
+        if found is None and not self._of_all:  # its last part could not be told
             return None
+        self._num_in_window = 0
         arm = self._order.pop(0)
-        self._seconds[arm] = found.step_s - (found.own_s if arm == "eager" else 0.0)
+        self._seconds[arm] = None if found is None else found.step_s - (found.own_s if arm == "eager" else 0.0)
         if self._order:
             return None
+        eager_s, compiled_s = self._seconds["eager"], self._seconds["compiled"]
         return Sample(
             step=step,
-            eager_s=self._seconds["eager"],
-            compiled_s=self._seconds["compiled"],
+            eager_s=eager_s or 0.0,
+            compiled_s=compiled_s or 0.0,
             num_passes=num_steps,
+            void=None if eager_s and compiled_s else "paused",
         )
+
+
+class StepTimes:
+    """Real steps of one fit: in windows from pair to pair, or, where asked for, in alternating ones.
+
+    Args:
+        clock: seconds on the module's device.
+        alternates: whether eager windows alternate with compiled ones.
+        seed: of the coin that orders them.
+        of_all: several processes take these windows; what happens on one of them must not move the others'.
+    """
+
+    def __init__(self, clock: Clock, *, alternates: bool, seed: int, of_all: bool) -> None:
+        self._clock = clock
+        self._seed = seed
+        self._of_all = of_all
+        self._between_pairs = Window(clock)
+        self._alternation: Alternation | None = None
+        self._was_disturbed = False
+        self.couple: Sample | None = None  # two windows that have just ended, void if something else came between
+        self.may_alternate = False  # for several processes: all are warm
+        if alternates:
+            self.alternate()
+
+    def alternate(self) -> None:
+        """From here on, alternate."""
+        if self._alternation is None:
+            self._alternation = Alternation(self._clock, seed=self._seed, of_all=self._of_all)
+
+    @property
+    def alternates(self) -> bool:
+        """Whether eager windows alternate with compiled ones."""
+        return self._alternation is not None
+
+    @property
+    def arm(self) -> str:
+        """Name of the arm that the next step is to run on."""
+        return "compiled" if self._alternation is None else self._alternation.arm
+
+    @property
+    def between(self) -> bool:
+        """Whether no alternating window is open, so that a pair disturbs none."""
+        return self._alternation is None or self._alternation.between
+
+    def step(self, step: int, *, boundary: bool, compiling: bool, warm: bool, own_s: float) -> None:
+        """An ordinary step has ended, or one in which something was compiled.
+
+        Args:
+            step: its x-axis number.
+            boundary: it ended with an optimizer step.
+            compiling: something was compiled, which is no ordinary step.
+            warm: the steps before it were ordinary too.
+            own_s: what the callback took of it.
+        """
+        if compiling:
+            self.pause()
+            self._was_disturbed = True
+        if self._alternation is None:
+            if not compiling:
+                self._between_pairs.step(own_s)
+        elif self.may_alternate if self._of_all else warm and not compiling:
+            if self._alternation.between:
+                self._was_disturbed = False
+            couple = self._alternation.step(step, boundary=boundary, own_s=own_s)
+            if couple is not None and self._of_all and self._was_disturbed:
+                couple = replace(couple, void="compiled")
+            self.couple = couple
+
+    def pause(self) -> None:
+        """Something other than an ordinary step comes."""
+        self._between_pairs.pause(settle_steps=SETTLE_STEPS)
+        if self._alternation is not None:
+            self._alternation.pause()
+
+    def before_pair(self) -> StepTime | None:
+        """The time of one step since the last pair, ``None`` if no whole step was timed."""
+        return self._between_pairs.close(settle_steps=SETTLE_STEPS)
+
+    def after_pair(self) -> None:
+        """Begin again."""
+        self._between_pairs.drop(settle_steps=SETTLE_STEPS)
+
+    def rest(self, num_steps: float) -> None:
+        """Stay on the compiled arm for so many steps before the next two alternating windows."""
+        if self._alternation is not None:
+            self._alternation.rest(num_steps)
