@@ -68,6 +68,7 @@ class Session:
         self._clock = Clock(trainer.strategy.root_device)
         self._times = StepTimes(
             self._clock,
+            measures=settings.limits.max_pairs > 0,
             alternates=settings.end_to_end == "windows" and settings.limits.max_pairs > 0,
             seed=settings.seed,
             of_all=trainer.world_size > 1,
@@ -127,6 +128,9 @@ class Session:
             return self._refusal("disabled", f"Nothing is compiled: {obstacle}")
         if not self._explainer.observer.sees_compiling:
             return self._refusal("unsupported", "This torch does not tell when it compiles")
+        replays = self._settings.replays_cuda_graphs and self._clock.device.type == "cuda"
+        if replays and not self._module.automatic_optimization:  # gradients live in the graphs' memory over steps
+            return self._refusal("unsupported", "Manual optimization is not compiled with CUDA graphs")
         return None
 
     def _compile(self) -> Verdict | None:
@@ -454,9 +458,8 @@ class Session:
             if self._run(self._first_steps.end()):
                 self._do_without_pairs("The step itself sends something to other processes")
             else:
-                self._run(
-                    self._meeting.hold(self._seat, self)
-                )  # a rank that could not compile is everybody's affair at once
+                # A rank that could not compile is everybody's affair at once.
+                self._run(self._meeting.hold(self._seat, self))
         except LostError as error:
             self._lost(error)
 

@@ -180,13 +180,15 @@ class StepTimes:
 
     Args:
         clock: seconds on the module's device.
+        measures: whether pairs are taken; without them nobody asks for the time of a step.
         alternates: whether eager windows alternate with compiled ones.
         seed: of the coin that orders them.
         of_all: several processes take these windows; what happens on one of them must not move the others'.
     """
 
-    def __init__(self, clock: Clock, *, alternates: bool, seed: int, of_all: bool) -> None:
+    def __init__(self, clock: Clock, *, measures: bool, alternates: bool, seed: int, of_all: bool) -> None:
         self._clock = clock
+        self._measures = measures
         self._seed = seed
         self._of_all = of_all
         self._between_pairs = Window(clock)
@@ -231,7 +233,7 @@ class StepTimes:
             self.pause()
             self._was_disturbed = True
         if self._alternation is None:
-            if not compiling:
+            if self._measures and not compiling:
                 self._between_pairs.step(own_s)
         elif self.may_alternate if self._of_all else warm and not compiling:
             if self._alternation.between:
