@@ -80,8 +80,8 @@ def test_a_planted_gain_shows_in_the_whole_step_and_in_the_money():
     train(SlowInEager, [profiler], max_steps=40)
     report = profiler.report
 
-    assert 1.5 < report.end_to_end.speedup < 1.1 * LONG_S / SHORT_S
-    assert report.end_to_end.compute_share > 0.5
+    assert 1.2 < report.end_to_end.speedup < 1.1 * LONG_S / SHORT_S
+    assert report.end_to_end.compute_share > 0.4
     assert report.end_to_end.input_bound is False
     assert report.time.break_even_step > 0
 
