@@ -70,7 +70,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"records", "sums", "drift", "clock", "sandbox", "arms", "effects", "arrivals"},
         {"torch"},
     ),
-    "probe": ({"records", "clock", "hooks", "sandbox", "arms", "contrast"}, {"torch"}),
+    "probe": ({"records", "shapes", "clock", "hooks", "sandbox", "arms", "contrast"}, {"torch"}),
     # faces
     "render": ({"records", "scalars"}, {"rich"}),
     "loggers": ({"arms"}, set()),

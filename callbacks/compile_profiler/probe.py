@@ -19,6 +19,7 @@ from compile_profiler.contrast import Contrast, Kept, OnePass
 from compile_profiler.hooks import without_gradient_hooks
 from compile_profiler.records import Drift, Memory, Sample
 from compile_profiler.sandbox import RandomState, Snapshot
+from compile_profiler.shapes import shapes_of
 
 MIN_BLOCK_S = 0.02
 """A block this long keeps the clock, the first launch and most wake-ups of other processes below a per cent."""
@@ -123,7 +124,7 @@ class Probe:
         with self._kept(args, kwargs) as kept:
             with self._alone():
                 drift, wrote_batch, drafts_s = self._contrast.training(eager, compiled, (args, kwargs), kept)
-            shape = _shape_of(kept.batch)
+            shape = shapes_of(list(kept.batch.tensors()))
             yield Draft(
                 drift=drift,
                 shape=shape,
@@ -227,11 +228,6 @@ class Probe:
 
 def _leave(_parameters: Iterable[nn.Parameter]) -> None:
     """Of a pass whose gradients nobody reads."""
-
-
-def _shape_of(batch: Snapshot) -> str:
-    """The shape class of a batch: shapes and dtypes of its tensors."""
-    return " ".join(f"{tuple(tensor.shape)}:{str(tensor.dtype).removeprefix('torch.')}" for tensor in batch.tensors())
 
 
 def module_dtype(module: nn.Module) -> torch.dtype:
