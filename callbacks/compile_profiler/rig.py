@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from compile_profiler import host, machine
-from compile_profiler.advice import advice
+from compile_profiler import host
 from compile_profiler.arguments import Settings
 from compile_profiler.arms import CompiledArm, EagerArm
 from compile_profiler.clock import Clock
@@ -19,10 +17,9 @@ from compile_profiler.contrast import Contrast, Ways
 from compile_profiler.guard import Guard
 from compile_profiler.matching import Matching
 from compile_profiler.meeting import Exchange
-from compile_profiler.notices import failure
 from compile_profiler.pairs import Pairs
 from compile_profiler.probe import Probe, module_dtype
-from compile_profiler.records import Environment, Reason, Sample
+from compile_profiler.records import Environment, Sample
 from compile_profiler.step_door import StepDoor
 from compile_profiler.tolerances import tolerance_for, unit_roundoff_for
 from compile_profiler.verdict import ALARM, SKIPPED
@@ -30,58 +27,37 @@ from compile_profiler.watch import Watch
 from compile_profiler.windows import StepTime
 
 
-class RefusedError(Exception):
-    """This run cannot be compiled; the message says why, for people."""
-
-    def __init__(self, reason: Reason, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-def build(
-    settings: Settings,
-    trainer: host.Trainer,
-    module: host.LightningModule,
-    *,
-    on_failure: Callable[[Exception], None],
-    **others: Any,
-) -> Rig:
-    """Compile what was asked for, and put it on the module.
+class Stand:
+    """One compiled arm with what protects its steps and what its pairs need.
 
     Args:
-        settings: the callback's arguments.
-        trainer: the Trainer.
-        module: its LightningModule.
-        on_failure: as of ``Rig``.
-        **others: what else ``Rig`` takes.
-
-    Raises:
-        RefusedError: torch or the module does not allow it.
+        arm: the compiled arm.
+        guards: one for each step method that runs compiled.
+        matching: gives an arm of the same configuration that draws eager's random numbers, if it can be had.
+        pairs: takes its pairs; ``None`` in a run that is compiled and observed, never measured.
     """
-    is_sharded = host.parallelism(trainer) == "fsdp"
-    if settings.options["backend"] == "inductor":
-        obstacle = machine.missing(trainer.strategy.root_device)
-        if obstacle is not None:
-            raise RefusedError("compile_error", f"Nothing can be compiled here. {obstacle.rstrip('.')}")
-    try:
-        target = host.target_for(module, settings.target)
-        arm = CompiledArm(
-            module,
-            target=target,
-            hooks=settings.hooks,
-            options=settings.options,
-            on_error=on_failure if is_sharded else None,
-        )
-    except Exception as error:  # torch.compile refuses the Python version, the platform or the options
-        text = failure("compile_error", error, advice(error, machine.system()))
-        raise RefusedError("compile_error", text) from None
-    if target == "networks" and not arm.compiled_names:
-        raise RefusedError("nothing_compiled", "Manual optimization, and no child module owns parameters")
-    return Rig(settings, trainer, module, arm, on_failure=on_failure, **others)
+
+    def __init__(
+        self, arm: CompiledArm, guards: Mapping[str, Guard], *, matching: Matching, pairs: Pairs | None
+    ) -> None:
+        self.arm = arm
+        self.guards = guards
+        self.matching = matching
+        self.pairs = pairs
+
+    def release(self) -> None:
+        """Drop the compiled code; may be called twice."""
+        self.arm.release()
+        self.matching.release()
 
 
 class Rig:
-    """The way of a step through the compiled arm, and the means to measure it.
+    """The way of a step through the compiled arm, and the means to measure it, or another one beside it.
+
+    Attributes:
+        active: what training steps run on, unless it is disabled: then they run in eager.
+        measured: what pairs compare with eager; mostly the active one.
+        pairs: takes them; ``None`` where none are taken.
 
     Args:
         settings: the callback's arguments.
@@ -110,23 +86,13 @@ class Rig:
         compiled_something: Callable[[], bool],
         matching: Matching,
     ) -> None:
-        self.arm = arm
+        self._settings = settings
+        self._trainer = trainer
         self._module = module
-        self._matching = matching
+        self._on_failure = on_failure
+        self._on_trouble = on_trouble
+        self._compiled_something = compiled_something
         self.door = StepDoor(trainer, module, on_trouble=on_trouble, overwrites_gradients=settings.replays_cuda_graphs)
-        shares, retries = trainer.world_size > 1, host.parallelism(trainer) != "fsdp"
-        self.guards = {
-            hook: Guard(
-                module,
-                arm,
-                on_failure,
-                on_trouble,
-                own_steps=self.door.own_steps,
-                shares=shares,
-                retries=retries,
-            )
-            for hook in settings.hooks
-        }
         tolerance, roundoff = settings.drift_tolerance, None
         if tolerance is None:
             dtype, tf32 = module_dtype(module), bool(environment.tf32)
@@ -143,7 +109,7 @@ class Rig:
             unscaled=functools.partial(door.scale.set_to, 1.0) if door.scale.is_there else None,
             streams=door.own_steps is None,
             matched_rng=settings.draws_eagers_numbers,
-            matching=None if settings.draws_eagers_numbers else matching.arm,
+            matching=None if settings.draws_eagers_numbers else lambda: self.measured.matching.arm(),
         )
         self.probe = Probe(
             module,
@@ -159,27 +125,69 @@ class Rig:
             seed=settings.seed,
         )
         self.watch = Watch(door.scale, rest_steps=settings.pair_every_n_steps)
-        self.pairs: Pairs | None = None  # of a run that is compiled and observed, never measured
+        self.active = self.measured = self._stand(arm, matching)
+        self.pairs = self.active.pairs
+        self.door.open(self.active.guards)
+
+    def _stand(self, arm: CompiledArm, matching: Matching) -> Stand:
+        settings, trainer = self._settings, self._trainer
+        guards = {
+            hook: Guard(
+                self._module,
+                arm,
+                self._on_failure,
+                self._on_trouble,
+                own_steps=self.door.own_steps,
+                shares=trainer.world_size > 1,
+                retries=host.parallelism(trainer) != "fsdp",
+            )
+            for hook in settings.hooks
+        }
+        pairs = None
         if settings.limits.max_pairs:
-            self.pairs = Pairs(
+            pairs = Pairs(
                 self.probe,
-                eager=EagerArm(module),
-                compiled=self.guards["training_step"],
-                compiled_something=compiled_something,
+                eager=EagerArm(self._module),
+                compiled=guards["training_step"],
+                compiled_something=self._compiled_something,
                 compares=settings.limits.drift != "off",
                 together=self.door.together,
-                validation=self.guards.get("validation_step"),
+                validation=guards.get("validation_step"),
             )
-        self.door.open(self.guards)
+        return Stand(arm, guards, matching=matching, pairs=pairs)
+
+    @property
+    def arm(self) -> CompiledArm:
+        """The compiled arm that pairs compare with eager."""
+        return self.measured.arm
+
+    def challenge(self, arm: CompiledArm, matching: Matching) -> None:
+        """From here on, measure this arm; training stays on the active one."""
+        self.measured = self._stand(arm, matching)
+        self.pairs = self.measured.pairs
+
+    def run_on(self, stand: Stand) -> None:
+        """From the next step on, between two of which this is called, train on this stand."""
+        if stand is not self.active:
+            self.door.close()
+            self.active = stand
+            self.door.open(stand.guards)
+        self.enable(True)
+
+    def measure_active(self) -> None:
+        """From here on, measure what training runs on; whatever else was measured is released."""
+        if self.measured is not self.active:
+            self.measured.release()
+        self.measured, self.pairs = self.active, self.active.pairs
 
     @property
     def is_compiled(self) -> bool:
         """Whether training steps run compiled at present."""
-        return self.guards["training_step"].enabled and not self.door.runs_instead
+        return self.active.guards["training_step"].enabled and not self.door.runs_instead
 
     def enable(self, enabled: bool) -> None:
         """Let the steps to come run compiled, or in eager."""
-        for guard in self.guards.values():
+        for guard in self.active.guards.values():
             guard.enabled = enabled
 
     def take_pair(self, *, step: int, ordinary: StepTime | None, scheduled: bool) -> Exchange[Sample]:
@@ -212,12 +220,12 @@ class Rig:
 
     def take_seconds(self) -> float:
         """Seconds that the guards have spent on keeping since the last call."""
-        return sum(guard.take_seconds() for guard in self.guards.values())
+        return sum(guard.take_seconds() for guard in self.active.guards.values())
 
     def remove(self) -> None:
         """Give the module its own step back, release compiled code; may be called twice."""
         try:
             self.door.close()
         finally:
-            self.arm.release()
-            self._matching.release()
+            self.active.release()
+            self.measured.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,6 @@ from torch import Tensor
 from compile_profiler import checkpoint, compiler, host, machine
 from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
-from compile_profiler.arms import CompiledArm
 from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.explainer import Explainer
 from compile_profiler.export import Export
@@ -22,14 +20,13 @@ from compile_profiler.first_steps import FirstSteps
 from compile_profiler.group import Group, LostError
 from compile_profiler.judgement import Judgement, is_failure, packed, unpacked
 from compile_profiler.ledger import Ledger
-from compile_profiler.matching import Matching, with_eagers_numbers
 from compile_profiler.meeting import Exchange, Meeting, alone, first_voice, largest
 from compile_profiler.notices import not_finite
 from compile_profiler.records import Reason, Remedy, Report, Stage, Verdict
-from compile_profiler.rig import RefusedError, build
 from compile_profiler.seat import Seat
 from compile_profiler.verdict import UNSCHEDULED
 from compile_profiler.windows import StepTimes
+from compile_profiler.workshop import RefusedError, Workshop
 
 T = TypeVar("T")
 
@@ -58,7 +55,6 @@ class Session:
         self._trainer = trainer
         self._module = module
         self._export = export
-        self._on_trouble = on_trouble
         self._config = settings.config
         self._environment = host.environment(trainer)
         self._identity = checkpoint.identity(module, settings.decisive(), self._environment)
@@ -75,6 +71,17 @@ class Session:
         )
         self._account = Account(self._explainer, self._ledger, self._times, warmup_steps=settings.warmup_steps)
         self._seat = Seat(settings, self._ledger, self._explainer, self._times, self._account, self._judgement)
+        self._workshop = Workshop(
+            trainer,
+            module,
+            clock=self._clock,
+            environment=self._environment,
+            observer=self._explainer.observer,
+            ledger=self._ledger,
+            tell=export.tell,
+            on_failure=self._on_failure,
+            on_trouble=on_trouble,
+        )
         self._step = 0
         self._num_since_validation = 0
         self._told_not_finite = False
@@ -106,7 +113,7 @@ class Session:
                 self._group = Group(self._export.tell)
             if self._go_on_from(earlier):
                 return None
-            refusal = self._obstacle() or self._compile()
+            refusal = self._compile()
             text = None if refusal is None else packed(refusal)
             text = self._run(first_voice(text, rank=self._rank, world_size=self._world_size))
         except LostError as error:
@@ -122,31 +129,13 @@ class Session:
     def _target(self) -> str | Sequence[str]:
         return host.target_for(self._module, self._settings.target)
 
-    def _obstacle(self) -> Verdict | None:
-        obstacle = machine.disabled()
-        if obstacle is not None:
-            return self._refusal("disabled", f"Nothing is compiled: {obstacle}")
-        if not self._explainer.observer.sees_compiling:
-            return self._refusal("unsupported", "This torch does not tell when it compiles")
-        replays = self._settings.replays_cuda_graphs and self._clock.device.type == "cuda"
-        if replays and not self._module.automatic_optimization:  # gradients live in the graphs' memory over steps
-            return self._refusal("unsupported", "Manual optimization is not compiled with CUDA graphs")
-        return None
-
     def _compile(self) -> Verdict | None:
         """Put the compiled arm on the module, or say why not."""
+        obstacle = self._workshop.obstacle(self._settings)
+        if obstacle is not None:
+            return self._refusal(*obstacle)
         try:
-            self._seat.rig = build(
-                self._settings,
-                self._trainer,
-                self._module,
-                clock=self._clock,
-                environment=self._environment,
-                on_failure=self._on_failure,
-                on_trouble=self._on_trouble,
-                compiled_something=self._explainer.observer.compiling,
-                matching=self._matching(),
-            )
+            self._seat.rig = self._workshop.rig(self._settings)
         except RefusedError as refused:
             return self._refusal(refused.reason, str(refused))
         if self._seat.rig.arm.compiled_names:
@@ -156,16 +145,6 @@ class Session:
         elif self._group is not None:
             self._seat.rig.door.before_step = self._before_step
         return None
-
-    def _matching(self) -> Matching:
-        options = functools.partial(with_eagers_numbers, self._settings.options)
-        return Matching(
-            lambda: CompiledArm(self._module, target=self._target, hooks=["training_step"], options=options()),
-            expected_s=self._ledger.compile_s,
-            left_s=lambda: host.seconds_left(self._trainer, self._ledger.ordinary_s),
-            budget=self._settings.overhead_budget,
-            tell=self._export.tell,
-        )
 
     def _go_on_from(self, data: Any) -> bool:
         """Take over what an earlier fit has found out; whether that settles it: no compiling."""
