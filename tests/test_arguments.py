@@ -13,6 +13,13 @@ BAD_VALUES = [
     ({"mode": "fast"}, "mode must be .* got 'fast'"),
     ({"mode": "reduce-overhead", "backend": "eager"}, "setting of backend='inductor'"),
     ({"mode": "default", "options": {"max_autotune": True}}, "exclude each other"),
+    ({"mode": "auto", "options": {"max_autotune": True}}, "exclude each other"),
+    ({"mode": "auto", "heal": True}, "got heal=True. Keep one"),
+    ({"mode": "auto", "max_pairs": 0}, "got max_pairs=0"),
+    ({"mode": "auto", "candidates": ["step"], "target": "forward"}, "target='forward' too"),
+    ({"mode": "auto", "candidates": []}, "at least one|none"),
+    ({"mode": "auto", "candidates": ["step/fast"]}, "got 'step/fast'"),
+    ({"candidates": ["step"]}, "those of a search, got mode=None"),
     ({"stages": ()}, "stages must be"),
     ({"stages": ("train", "test")}, "stages must be"),
     ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0, got -1"),
@@ -56,6 +63,12 @@ BAD_TYPES = [
 def test_a_bad_value_is_refused_with_what_came_and_what_was_expected(arguments, message):
     with pytest.raises(ValueError, match=message):
         CompileProfiler(**arguments)
+
+
+@pytest.mark.parametrize("candidates", ["step", [3], {"target": "step"}], ids=str)
+def test_candidates_of_the_wrong_type_are_refused(candidates):
+    with pytest.raises(TypeError, match="candidate"):
+        CompileProfiler(mode="auto", candidates=candidates)
 
 
 @pytest.mark.parametrize("arguments", BAD_TYPES, ids=str)

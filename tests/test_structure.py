@@ -22,6 +22,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "plain": (set(), set()),
     "records": ({"plain"}, set()),
     # pure: values in, values out
+    "candidates": ({"plain"}, set()),
     "stats": ({"records"}, {"numpy", "scipy"}),
     "verdict": ({"records", "stats"}, set()),
     "scalars": ({"records"}, set()),
@@ -80,7 +81,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
     "doctor": ({"advice", "machine"}, {"torch"}),
     # one fit: what is due, what follows
-    "arguments": ({"verdict", "arms"}, set()),
+    "arguments": ({"verdict", "arms", "candidates"}, set()),
     "pairs": (
         {"arms", "guard", "host", "meeting", "notices", "probe", "records", "sandbox", "step_door", "windows"},
         {"torch"},

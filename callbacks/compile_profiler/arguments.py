@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from compile_profiler import arms
+from compile_profiler.candidates import Candidate, checked_candidates
 from compile_profiler.verdict import Limits
 
 Target = Literal["step", "forward", "blocks"]
 EndToEndMethod = Literal["estimate", "windows", "off"]
 
+AUTO = "auto"
+"""The mode that is no mode of torch's: a search for the best of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of ``CompileProfiler``, checked; ``options`` are those of ``torch.compile``."""
+    """The arguments of ``CompileProfiler``, checked; ``options`` are those of ``torch.compile``.
 
+    Attributes:
+        searches: ``mode="auto"``: which configuration is compiled is found out in the run.
+        candidates: those that the user wants to be tried, in this order; empty: the usual ones.
+    """
+
+    searches: bool
+    candidates: tuple[Candidate, ...]
     target: str | tuple[str, ...]
     options: Mapping[str, Any]
     stages: tuple[str, ...]
@@ -37,7 +48,13 @@ class Settings:
     def config(self) -> dict[str, Any]:
         """What is compiled how, as the report has it."""
         target = self.target if isinstance(self.target, str) else list(self.target)
-        return {"target": target, **self.options, "backend": _name_of(self.options["backend"])}
+        mode = {"mode": "auto"} if self.searches else {}
+        return {"target": target, **self.options, "backend": _name_of(self.options["backend"]), **mode}
+
+    def of(self, candidate: Candidate) -> Settings:
+        """The same for one candidate of a search."""
+        options = {**self.options, "mode": candidate.mode, "dynamic": candidate.dynamic}
+        return replace(self, searches=False, candidates=(), target=candidate.target, options=options)
 
     @property
     def hooks(self) -> list[str]:
@@ -46,7 +63,9 @@ class Settings:
 
     @property
     def replays_cuda_graphs(self) -> bool:
-        """Whether ``torch.compile`` is asked for CUDA graphs."""
+        """Whether ``torch.compile`` is asked for CUDA graphs, in a search by any candidate."""
+        if self.searches:
+            return not self.candidates or any(candidate.replays_graphs for candidate in self.candidates)
         asked = (self.options["options"] or {}).get("triton.cudagraphs")
         return bool(asked) or self.options["mode"] in ("reduce-overhead", "max-autotune")
 
@@ -63,6 +82,7 @@ class Settings:
             "end_to_end": self.end_to_end,
             "drift_tolerance": self.drift_tolerance,
             "heal": self.heal,
+            **({"candidates": [one.name for one in self.candidates]} if self.searches else {}),
             **asdict(self.limits),
         }
 
@@ -71,6 +91,7 @@ def checked(
     *,
     target: Any,
     options: dict[str, Any],
+    candidates: Any,
     stages: Any,
     warmup_steps: Any,
     min_speedup: Any,
@@ -118,8 +139,16 @@ def checked(
         _check_number("drift_tolerance", drift_tolerance, 0)
     _check_choice("end_to_end", end_to_end, get_args(EndToEndMethod))
     _check_choice("drift_reference", drift_reference, (None, "float64"))
-    _check_compile_options(backend, mode, options["options"])
+    searches = mode == AUTO
+    if searches:
+        _check_search(options["options"], candidates, target, heal=heal, max_pairs=max_pairs)
+        options = {**options, "mode": None}
+    elif candidates is not None:
+        raise ValueError(f"candidates are those of a search, got mode={mode!r}. Set mode='auto' or leave candidates out.")
+    _check_compile_options(backend, options["mode"], options["options"])
     return Settings(
+        searches=searches,
+        candidates=() if candidates is None else checked_candidates(candidates, known_modes=arms.known_modes()),
         target=_checked_target(target),
         options={**options, "options": None if options["options"] is None else dict(options["options"])},
         stages=_checked_stages(stages),
@@ -172,9 +201,21 @@ def _check_compile_options(backend: Any, mode: str | None, options: Any) -> None
     if mode is not None and backend != "inductor":
         raise ValueError(f"mode={mode!r} is a setting of backend='inductor', got backend={backend!r}. Leave mode out.")
     if mode is not None and mode not in (modes := arms.known_modes()):
-        raise ValueError(f"mode must be None or one of {', '.join(modes)}, got {mode!r}.")
+        raise ValueError(f"mode must be None, 'auto' or one of {', '.join(modes)}, got {mode!r}.")
     if mode is not None and options:
         raise ValueError(f"mode={mode!r} and options={options!r} exclude each other. Keep one of them.")
+
+
+def _check_search(options: Any, candidates: Any, target: Any, *, heal: bool, max_pairs: int) -> None:
+    """What a search excludes."""
+    if options:
+        raise ValueError(f"mode='auto' and options={options!r} exclude each other. Keep one of them.")
+    if heal:
+        raise ValueError("mode='auto' tries dynamic=True itself, got heal=True. Keep one of them.")
+    if not max_pairs:
+        raise ValueError("mode='auto' compares by pairs, got max_pairs=0. Give it some, or name the mode.")
+    if candidates is not None and target != "step":
+        raise ValueError(f"each candidate names its own target, got target={target!r} too. Leave target out.")
 
 
 def _checked_target(target: Any) -> str | tuple[str, ...]:

@@ -66,10 +66,13 @@ class CompileProfiler(host.Callback):
             ``"forward"``: the module's ``forward``; ``"blocks"``: each repeated block of a ``ModuleList`` or
             ``Sequential``, one compile for all; or a list of submodule names.
         backend: as in ``torch.compile``, a callable too.
-        mode: as in ``torch.compile``.
+        mode: as in ``torch.compile``; ``"auto"`` searches, in the run itself, for the target and the mode that end it
+            soonest, and compiles nothing where the run is too short to pay for that.
         dynamic: as in ``torch.compile``.
         fullgraph: as in ``torch.compile``.
         options: as in ``torch.compile``.
+        candidates: with ``mode="auto"``, what to try: names as ``"step/reduce-overhead"`` or ``"forward/default/dynamic"``,
+            or mappings with ``target``, ``mode``, ``dynamic``; ``None``: what makes sense on this device for this module.
         stages: ``("train",)``; add ``"validate"`` to compile ``validation_step`` too.
         warmup_steps: clean compiled steps in a row before the first pair.
         min_speedup: below this speedup of forward and backward the run goes back to eager.
@@ -103,6 +106,7 @@ class CompileProfiler(host.Callback):
         dynamic: bool | None = None,
         fullgraph: bool = False,
         options: Mapping[str, Any] | None = None,
+        candidates: Sequence[str | Mapping[str, Any]] | None = None,
         stages: Sequence[str] = ("train",),
         warmup_steps: int = 3,
         min_speedup: float = 1.02,
@@ -130,6 +134,7 @@ class CompileProfiler(host.Callback):
                 "fullgraph": fullgraph,
                 "options": options,
             },
+            candidates=candidates,
             stages=stages,
             warmup_steps=warmup_steps,
             min_speedup=min_speedup,

@@ -203,6 +203,7 @@ class Guard:
         began_s = time.perf_counter()
         output = self._arm.run(hook, *args, **kwargs)
         self._in_pairs_s.append(time.perf_counter() - began_s)
+        self._learn()  # an arm that no step has run on yet
         return output
 
     def take_seconds(self) -> float:
