@@ -51,6 +51,13 @@ class Settings:
         mode = {"mode": "auto"} if self.searches else {}
         return {"target": target, **self.options, "backend": _name_of(self.options["backend"]), **mode}
 
+    @property
+    def default_candidate(self) -> Candidate:
+        """What is compiled where nothing can be searched."""
+        if self.candidates:
+            return self.candidates[0]
+        return Candidate(target=self.target, mode=self.options["mode"], dynamic=self.options["dynamic"])
+
     def of(self, candidate: Candidate) -> Settings:
         """The same for one candidate of a search."""
         options = {**self.options, "mode": candidate.mode, "dynamic": candidate.dynamic}
@@ -144,7 +151,7 @@ def checked(
         _check_search(options["options"], candidates, target, heal=heal, max_pairs=max_pairs)
         options = {**options, "mode": None}
     elif candidates is not None:
-        raise ValueError(f"candidates are those of a search, got mode={mode!r}. Set mode='auto' or leave candidates out.")
+        raise ValueError(f"candidates are those of a search, got mode={mode!r}. Set mode='auto' or leave them out.")
     _check_compile_options(backend, options["mode"], options["options"])
     return Settings(
         searches=searches,

@@ -15,7 +15,7 @@ from compile_profiler.clock import profiler_is_on
 from compile_profiler.export import Export
 from compile_profiler.healing import Healer
 from compile_profiler.notices import healed, long_compile, near_limit
-from compile_profiler.observe import Observer
+from compile_profiler.observe import Observer, Subject
 from compile_profiler.records import Compiles, Event, Remedy, Stage
 from compile_profiler.rig import Rig
 from compile_profiler.shapes import shapes_of
@@ -54,16 +54,27 @@ class Explainer:
         self.other_targets: list[str] | None = None  # looked for where nothing was compiled
         self.never_ran = False
 
-    def start(self, arm: CompiledArm, target: str | Sequence[str], hooks: Sequence[str]) -> None:
-        """Follow what is compiled from here on: ``hooks`` of the module, of them ``target``."""
-        self._target, self._arm = target, arm
+    def start(self, arm: CompiledArm, target: str | Sequence[str]) -> None:
+        """Follow what is compiled from here on: of the step methods that run compiled, ``target``."""
         if self._settings.heal:
             self._healer = Healer(arm, self._settings.options["dynamic"])
-        self.observer.own_functions = targets.own_functions(self._module, target, hooks)
+        self.follow(arm, target, self.new_subject(target))
         self.observer.start()
         self.observer.skip()
-        names = ", ".join(arm.compiled_names or hooks)
+        if self._settings.searches:
+            return
+        names = ", ".join(arm.compiled_names or self._settings.hooks)
         self._export.tell(f"compiling {names or 'forward'} in the first steps; this can take a minute.")
+
+    def new_subject(self, target: str | Sequence[str]) -> Subject:
+        """A target of which nothing has been compiled yet."""
+        return self.observer.new_subject(targets.own_functions(self._module, target, self._settings.hooks))
+
+    def follow(self, arm: CompiledArm, target: str | Sequence[str], subject: Subject) -> None:
+        """What is compiled from here on is this arm's."""
+        if arm is not self._arm:
+            self._guard_s = None
+        self._target, self._arm, self.observer.subject = target, arm, subject
 
     def look(self, stage: Stage, batch: Any, *, step: int) -> bool:
         """Take what was compiled as events of ``stage``, say what cannot wait; whether there was anything.

@@ -82,6 +82,15 @@ class Ledger:
         self._pairs_s.append(seconds)
         self.probe_s += seconds
 
+    def add_compiling(self, seconds: float) -> None:
+        """Something was compiled in a pair, which is no step; it took so many wall seconds."""
+        self._earlier_compile_s += seconds
+
+    def show(self, samples: Sequence[Sample], window_samples: Sequence[Sample]) -> None:
+        """Let these be all that has been seen of the compiled arm: it is another one now."""
+        self.samples[:], self.window_samples[:] = samples, window_samples
+        self._asked_at = 0, 0
+
     def add_validation(self, sample: Sample, seconds: float) -> None:
         """A batch of validation was compared; it took so many wall seconds."""
         self.validations.append(sample)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from compile_profiler.compiler import BackendLog, Sources, counts_parameters, recompile_limit
@@ -35,6 +35,23 @@ class News(NamedTuple):
     compile_s: float = 0.0
 
 
+@dataclass(slots=True)
+class Subject:
+    """What the compiler has made of one target.
+
+    Attributes:
+        tally: counts and events.
+        own_functions: file and name of the functions that were to be compiled, as distinct from what they call.
+        own_skip: where one of them was left in eager as a whole.
+        own_graph: whether there is a graph of one of them, or one with parameters in it.
+    """
+
+    tally: Tally
+    own_functions: frozenset[tuple[str, str]] = frozenset()
+    own_skip: Event | None = None
+    own_graph: bool = False
+
+
 class Observer:
     """Follows what is compiled between ``start`` and ``stop``.
 
@@ -54,8 +71,7 @@ class Observer:
     * ``cudagraph_skip``: graphs that run without the CUDA graph asked for, forward and backward each.
     * ``backend_fallback``: operators that inductor runs as eager does.
 
-    ``news`` is what the last look that found anything has found. ``own_functions`` are file and name of the functions
-    that were to be compiled, as distinct from what they call.
+    ``news`` is what the last look that found anything has found; ``subject`` is whose compiling it is taken for.
 
     Args:
         sources: what torch tells; a source left out shows what its lack costs.
@@ -65,14 +81,11 @@ class Observer:
 
     def __init__(self, sources: Sources | None = None, *, inductor: bool = False, cuda_graphs: bool = False) -> None:
         self._sources = Sources.of_torch() if sources is None else sources
-        self._tally = Tally(self._sources.uncounted)
+        self.subject = self.new_subject()
         self._log = BackendLog()
         self._inductor = inductor
         self._recorded: set[str] | None = set() if cuda_graphs and self._sources.tells_cuda_graphs else None
         self.news = News()
-        self.own_functions: frozenset[tuple[str, str]] = frozenset()
-        self._own_skip: Event | None = None
-        self._own_graph = False  # of one of those functions, or with parameters in it
         self._told_places: set[tuple[Any, ...]] = set()
         self._began_s: float | None = None
         self._compile_s = 0.0
@@ -87,6 +100,10 @@ class Observer:
         self._stacks: dict[str, list[Place]] = {}
         self._num_graphs = 0
         self._num_cudagraph_skips = 0
+
+    def new_subject(self, own_functions: frozenset[tuple[str, str]] = frozenset()) -> Subject:
+        """Another target, of which nothing has been compiled yet; it is followed once it is set as ``subject``."""
+        return Subject(Tally(self._sources.uncounted), own_functions)
 
     @property
     def sees_compiling(self) -> bool:
@@ -210,17 +227,17 @@ class Observer:
             num_graphs += has_graph(seen.what)
             events = list(of_record(seen.what, self._stacks.get(function_number(seen.what), []), here))
             for event in events:
-                self._tally.add(event)
+                self.subject.tally.add(event)
             near_limit += self._near_limit(seen.what, events)
             if stage == "train":
                 self._follow_own(seen.what, events)
             found += events
         self.news = News(tuple(found), tuple(near_limit), self._compile_s)
         for seen in self._reasons:
-            self._tally.add_break(*of_break(seen, here))
+            self.subject.tally.add_break(*of_break(seen, here))
         # A counter that has been cleared in between counts too little, a ring that is too small records too little.
         graphs = max(num_graphs, _risen(self._sources.counter("stats", "unique_graphs"), self._num_graphs))
-        self._tally.count(stage, "graph", graphs)
+        self.subject.tally.count(stage, "graph", graphs)
         self._add_shortfalls(here)
         self._forget()
         return True
@@ -235,7 +252,7 @@ class Observer:
         if counted > told:
             events.append(untold_skip(counted - told, stack, here))
         for event in events:
-            self._tally.add(event)
+            self.subject.tally.add(event)
 
     def forget_warnings(self) -> None:
         """Tell again what is close to torch's limit: something has been changed that should have mended it."""
@@ -243,7 +260,8 @@ class Observer:
 
     def compiles(self) -> Compiles:
         """Counts and events so far."""
-        return replace(self._tally.compiles(), cudagraphed=None if self._recorded is None else len(self._recorded))
+        recorded = None if self._recorded is None else len(self._recorded)
+        return replace(self.subject.tally.compiles(), cudagraphed=recorded)
 
     def _remember(self, seen: Seen) -> None:
         """Where a function is and who called it: the record of a later limit hit has only the function's number."""
@@ -260,17 +278,17 @@ class Observer:
         Helpers are functions that it calls and whose graphs hold no parameter of the module, such as a loss; a
         compiled part of the network may well be worth having. ``None`` also where torch's records do not tell.
         """
-        return None if self._own_graph else self._own_skip
+        return None if self.subject.own_graph else self.subject.own_skip
 
     def _follow_own(self, record: Any, events: Sequence[Event]) -> None:
         """Note whether this record says that the target's own function was compiled, or was left out."""
-        function = function_of(record)
-        own = function is not None and (function.file, function.function) in self.own_functions
-        if own and self._own_skip is None:
-            self._own_skip = next((event for event in events if event.kind == "skipped_frame"), None)
+        subject, function = self.subject, function_of(record)
+        own = function is not None and (function.file, function.function) in subject.own_functions
+        if own and subject.own_skip is None:
+            subject.own_skip = next((event for event in events if event.kind == "skipped_frame"), None)
         # The number of parameters is None where there are none, and where torch does not count them.
         with_parameters = not counts_parameters() or bool(getattr(record, "param_count", 1))
-        self._own_graph |= has_graph(record) and (own or with_parameters)
+        subject.own_graph |= has_graph(record) and (own or with_parameters)
 
     def _near_limit(self, record: Any, events: Sequence[Event]) -> Iterator[tuple[Event, int, int]]:
         """The recompile in ``events`` if it brings its function close to the limit, once for each place."""

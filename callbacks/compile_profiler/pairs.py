@@ -43,6 +43,11 @@ class Pairs:
         compares: whether to keep what the arms computed differently.
         together: context of the passes that all ranks make together; it yields the error of this one, or ``None``.
         validation: the compiled arm of the validation step, where that is compiled.
+        tell: told when a pair fails, and when no more can be had.
+
+    Attributes:
+        stopped: no more pairs can be had.
+        error: what made the last failed pair fail, without its traceback.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Pairs:
         compares: bool,
         together: Callable[[], AbstractContextManager[Callable[[], Exception | None]]] = lambda: nullcontext(_none),
         validation: Guard | None = None,
+        tell: Callable[[str], None] = host.warn,
     ) -> None:
         self._probe = probe
         self._eager = eager
@@ -63,9 +69,11 @@ class Pairs:
         self._compares = compares
         self._together = together
         self._validation = validation
+        self._tell = tell
         self._num_errors = 0
         self._pass_s: list[float] = []
         self.stopped = False
+        self.error: Exception | None = None
 
     @property
     def memory(self) -> Memory | None:
@@ -170,11 +178,12 @@ class Pairs:
         self._num_errors += int(void == "error")
         if void in _GIVEN_UP and (void != "error" or self._num_errors == MAX_ERRORS):
             self.stopped = True
-            host.warn(f"{_GIVEN_UP[void]}; training goes on unmeasured.")
+            self._tell(f"{_GIVEN_UP[void]}; training goes on unmeasured.")
         return Sample(step=step, eager_s=0.0, compiled_s=0.0, void=void, drift=drift)
 
     def _name(self, error: Exception) -> str:
         """What to call a pair that failed here."""
+        self.error = error.with_traceback(None)  # whose frames hold the pair's tensors
         if isinstance(error, NoLossError):
             return "no_loss"
         if isinstance(error, StateTooLargeError):
@@ -182,7 +191,7 @@ class Pairs:
         if isinstance(error, torch.OutOfMemoryError):
             return "out_of_memory"
         if self._num_errors == 0:
-            host.warn(f"a pair failed and is not used, the run is not affected: {first_line(error)}")
+            self._tell(f"a pair failed and is not used, the run is not affected: {first_line(error)}")
         return "error"
 
 

@@ -125,11 +125,18 @@ class Rig:
             seed=settings.seed,
         )
         self.watch = Watch(door.scale, rest_steps=settings.pair_every_n_steps)
-        self.active = self.measured = self._stand(arm, matching)
+        self.active = self.measured = self.stand(arm, matching)
         self.pairs = self.active.pairs
         self.door.open(self.active.guards)
 
-    def _stand(self, arm: CompiledArm, matching: Matching) -> Stand:
+    def stand(self, arm: CompiledArm, matching: Matching, *, quietly: bool = False) -> Stand:
+        """What an arm needs to be measured and trained on.
+
+        Args:
+            arm: the compiled arm.
+            matching: gives another of its configuration that draws eager's random numbers.
+            quietly: say nothing about pairs that fail: somebody looks at them.
+        """
         settings, trainer = self._settings, self._trainer
         guards = {
             hook: Guard(
@@ -153,6 +160,7 @@ class Rig:
                 compares=settings.limits.drift != "off",
                 together=self.door.together,
                 validation=guards.get("validation_step"),
+                tell=_say_nothing if quietly else host.warn,
             )
         return Stand(arm, guards, matching=matching, pairs=pairs)
 
@@ -161,24 +169,18 @@ class Rig:
         """The compiled arm that pairs compare with eager."""
         return self.measured.arm
 
-    def challenge(self, arm: CompiledArm, matching: Matching) -> None:
-        """From here on, measure this arm; training stays on the active one."""
-        self.measured = self._stand(arm, matching)
-        self.pairs = self.measured.pairs
+    def measure(self, stand: Stand) -> None:
+        """From here on, take pairs of this one; training stays on the active one."""
+        if stand is not self.measured:
+            self.probe.memory = None
+        self.measured, self.pairs = stand, stand.pairs
 
     def run_on(self, stand: Stand) -> None:
-        """From the next step on, between two of which this is called, train on this stand."""
+        """Train on this one from the next step on; to be called between two steps."""
         if stand is not self.active:
             self.door.close()
             self.active = stand
             self.door.open(stand.guards)
-        self.enable(True)
-
-    def measure_active(self) -> None:
-        """From here on, measure what training runs on; whatever else was measured is released."""
-        if self.measured is not self.active:
-            self.measured.release()
-        self.measured, self.pairs = self.active, self.active.pairs
 
     @property
     def is_compiled(self) -> bool:
@@ -229,3 +231,7 @@ class Rig:
         finally:
             self.active.release()
             self.measured.release()
+
+
+def _say_nothing(_message: str) -> None:
+    """Instead of a warning."""

@@ -13,7 +13,9 @@ from torch import Tensor
 from compile_profiler import checkpoint, compiler, host, machine
 from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
+from compile_profiler.candidates import Candidate
 from compile_profiler.clock import Clock, profiler_is_on
+from compile_profiler.contest import Contest, configured
 from compile_profiler.explainer import Explainer
 from compile_profiler.export import Export
 from compile_profiler.first_steps import FirstSteps
@@ -23,6 +25,7 @@ from compile_profiler.ledger import Ledger
 from compile_profiler.meeting import Exchange, Meeting, alone, first_voice, largest
 from compile_profiler.notices import not_finite
 from compile_profiler.records import Reason, Remedy, Report, Stage, Verdict
+from compile_profiler.rig import Rig
 from compile_profiler.seat import Seat
 from compile_profiler.verdict import UNSCHEDULED
 from compile_profiler.windows import StepTimes
@@ -51,6 +54,9 @@ class Session:
         *,
         on_trouble: Callable[[Exception], None],
     ) -> None:
+        self._cannot_search = settings.searches and (trainer.world_size > 1 or host.parallelism(trainer) == "fsdp")
+        if self._cannot_search:
+            settings = settings.of(settings.default_candidate)
         self._settings = settings
         self._trainer = trainer
         self._module = module
@@ -82,6 +88,8 @@ class Session:
             on_failure=self._on_failure,
             on_trouble=on_trouble,
         )
+        self._contest: Contest | None = None
+        self._known: Candidate | None = None  # from an earlier part of this training
         self._step = 0
         self._num_since_validation = 0
         self._told_not_finite = False
@@ -105,6 +113,9 @@ class Session:
         Args:
             earlier: what ``for_checkpoint`` of the fit that is resumed gave.
         """
+        if self._cannot_search:
+            instead = self._settings.default_candidate.name
+            host.warn(f"mode='auto' searches in a run of one process; in this one {instead} is compiled.")
         obstacle = host.unsupported(self._trainer, self._module, self._settings.target)
         if obstacle is not None:
             return self._refuse(self._refusal("unsupported", f"This version does not measure {obstacle}"))
@@ -122,8 +133,30 @@ class Session:
             self._leave()
             return self._refuse(unpacked(text, self._config))
         if self._seat.rig is not None:
-            self._explainer.start(self._seat.rig.arm, self._target, self._settings.hooks)
+            self._explainer.start(self._seat.rig.arm, self._target)
+            if self._settings.searches:
+                self._contest = self._new_contest(self._seat.rig)
         return None
+
+    def _new_contest(self, rig: Rig) -> Contest:
+        return Contest(
+            self._settings,
+            self._trainer,
+            self._module,
+            rig=rig,
+            workshop=self._workshop,
+            ledger=self._ledger,
+            explainer=self._explainer,
+            account=self._account,
+            times=self._times,
+            tell=self._export.tell,
+            known=self._known,
+        )
+
+    @property
+    def _search(self) -> Contest | None:
+        """The search, while it goes on."""
+        return self._contest if self._contest is not None and self._contest.is_on else None
 
     @property
     def _target(self) -> str | Sequence[str]:
@@ -131,7 +164,7 @@ class Session:
 
     def _compile(self) -> Verdict | None:
         """Put the compiled arm on the module, or say why not."""
-        obstacle = self._workshop.obstacle(self._settings)
+        obstacle = self._workshop.obstacle(replace(self._settings, searches=False))
         if obstacle is not None:
             return self._refusal(*obstacle)
         try:
@@ -154,6 +187,9 @@ class Session:
             if earlier is not None:
                 whose = earlier if isinstance(earlier, str) else "machine on another rank"
                 self._export.tell(f"The checkpoint's measurements are of another {whose}; measuring starts afresh.")
+            return False
+        if self._settings.searches and earlier.verdict is not None and earlier.verdict.decision == "compiled":
+            self._known = configured(earlier.verdict.config)
             return False
         self._ledger.go_on_from(earlier.evidence)
         if earlier.verdict is None:
@@ -196,6 +232,8 @@ class Session:
             self._ledger.own_s += self._seat.rig.take_seconds()
             self._seat.rig.remove()
         self._seat.rig = None
+        if self._contest is not None:
+            self._contest.release()
         if self._group is not None:
             self._group.close()
         self._group = None
@@ -254,7 +292,11 @@ class Session:
             self._seat.rig.watch.see(loss)
             self._meeting.count(boundary=boundary)
             self._num_since_validation += int(boundary)
-            if self._times.alternates:
+            if self._search is not None:
+                self._account.news |= self._search.on_step(self._step, boundary=boundary)
+            if self._times.alternates and self._search is not None:
+                self._search.switch(self._times.arm)
+            elif self._times.alternates:
                 self._seat.rig.enable(self._times.arm == "compiled" and self._seat.failed is None)
             if self._is_due(boundary):
                 self._meet()
@@ -336,20 +378,26 @@ class Session:
         rig = self._seat.rig
         assert rig is not None
         ordinary = self._times.before_pair()
-        began_s = time.perf_counter()
-        sample = yield from rig.take_pair(step=self._step, ordinary=ordinary, scheduled=scheduled)
+        began_s, compiled_before_s, search = time.perf_counter(), self._account.compile_s, self._search
+        with contextlib.nullcontext() if search is None else search.pair():
+            sample = yield from rig.take_pair(step=self._step, ordinary=ordinary, scheduled=scheduled)
+            self._look("probe" if search is None else "train")  # what a search compiles is there to be trained on
         if rig.pairs is not None and rig.pairs.memory is not None:
             self._ledger.memory = rig.pairs.memory
-        self._look("probe")
-        if rig.door.last_call is not None:
+        if rig.door.last_call is not None and search is None:
             self._explainer.time_guards(*rig.door.last_call)
         if not self._told_not_finite and rig.is_not_finite(sample):
             self._told_not_finite = True
             host.warn(not_finite(self._step, weights_finite=rig.weights_finite()))
         self._times.after_pair()
-        if self._rank == 0:
+        seconds, compile_s = time.perf_counter() - began_s, 0.0
+        if search is not None:
+            compile_s = min(self._account.compile_s - compiled_before_s, seconds)
+            self._ledger.add_compiling(compile_s)
+            search.saw_pair(sample, seconds, compile_s)
+        elif self._rank == 0:
             self._reopen(self._judgement.another_regime(sample))
-        self._ledger.add_pair(sample, time.perf_counter() - began_s)
+        self._ledger.add_pair(sample, seconds - compile_s)
         return sample.void not in UNSCHEDULED
 
     # -- deciding ----------------------------------------------------------------------------------------------------
@@ -361,6 +409,12 @@ class Session:
 
     def judge(self) -> str:
         """What follows from all that has been found."""
+        if self._search is not None:
+            verdict = self._search.judge(self._step, self._seat.common)
+            if verdict.decision == "compiled":
+                self._config.clear()
+                self._config.update(verdict.config)
+            return packed(verdict)
         if self._seat.common.compiled_again:
             self._reopen("something was compiled again")
         obstacle = machine.disabled()
@@ -369,7 +423,10 @@ class Session:
         is_in_vain = self._seat.common.without_graph or self._seat.common.left_out
         if is_in_vain and self._seat.rig is not None and self._can_rehearse:
             self._explainer.find_other_targets(self._seat.rig)
-        return packed(self._judgement.judge(self._step, self._seat.common, by_windows=self._times.alternates))
+        verdict = self._judgement.judge(self._step, self._seat.common, by_windows=self._times.alternates)
+        if self._contest is not None and verdict.reason == "pending" and self._judgement.verdict.decision == "compiled":
+            return packed(self._judgement.verdict)  # found by the search, which had its own evidence
+        return packed(verdict)
 
     def obey(self, text: str) -> None:
         """Act on what was decided; every rank does at the same step."""
@@ -402,7 +459,10 @@ class Session:
         is_alone = self._meeting.is_alone
         verdict = self._judgement.on_failure(error, self._step, None if is_alone else self._rank)
         self._look(host.stage_of(self._trainer))
-        if is_alone:
+        if self._search is not None:
+            self._search.failed(verdict)
+            self._account.news = True
+        elif is_alone:
             host.warn(f"{verdict.message} The batch was trained in eager, and so is the rest of the run.")
             self._conclude(verdict)
         elif self._seat.rig is not None:
@@ -414,9 +474,10 @@ class Session:
         if self._seat.rig is not None:
             self._ledger.own_s += self._seat.rig.take_seconds()
         self._ledger.last_step = host.last_step(self._trainer)
-        return self._ledger.report(
+        report = self._ledger.report(
             self._judgement.verdict, self._explainer.compiles(), self._environment, self._seat.ranks
         )
+        return report if self._contest is None else replace(report, search=self._contest.report())
 
     # -- the first steps of several ranks ----------------------------------------------------------------------------
 

@@ -104,6 +104,7 @@ class Alternation:
         window_steps: timed steps in a window, at least; it ends with an optimizer step.
         settle_steps: untimed steps after each switch.
         of_all: several processes take these windows, so that arms change after a fixed number of steps, timed or not.
+        eager_is_free: the eager arm stands for a run without the callback; ``False``: for another compiled one.
     """
 
     def __init__(
@@ -114,12 +115,14 @@ class Alternation:
         window_steps: int = WINDOW_STEPS,
         settle_steps: int = SETTLE_STEPS,
         of_all: bool = False,
+        eager_is_free: bool = True,
     ) -> None:
         self._coin = random.Random(seed)
         self._window = Window(clock)
         self._window_steps = window_steps
         self._settle_steps = settle_steps
         self._of_all = of_all
+        self._eager_is_free = eager_is_free
         self._order: list[str] = []
         self._num_in_window = 0
         self._seconds: dict[str, float | None] = {}
@@ -162,7 +165,8 @@ class Alternation:
             return None
         self._num_in_window = 0
         arm = self._order.pop(0)
-        self._seconds[arm] = None if found is None else found.step_s - (found.own_s if arm == "eager" else 0.0)
+        is_free = arm == "eager" and self._eager_is_free
+        self._seconds[arm] = None if found is None else found.step_s - (found.own_s if is_free else 0.0)
         if self._order:
             return None
         eager_s, compiled_s = self._seconds["eager"], self._seconds["compiled"]
@@ -199,10 +203,21 @@ class StepTimes:
         if alternates:
             self.alternate()
 
-    def alternate(self) -> None:
-        """From here on, alternate."""
+    def alternate(self, *, eager_is_free: bool = True) -> None:
+        """From here on, alternate.
+
+        Args:
+            eager_is_free: as of ``Alternation``.
+        """
         if self._alternation is None:
-            self._alternation = Alternation(self._clock, seed=self._seed, of_all=self._of_all)
+            self._alternation = Alternation(
+                self._clock, seed=self._seed, of_all=self._of_all, eager_is_free=eager_is_free
+            )
+
+    def stop_alternating(self) -> None:
+        """From here on, time what lies between two pairs; an open window is dropped."""
+        self._alternation = self.couple = None
+        self.after_pair()
 
     @property
     def alternates(self) -> bool:

@@ -1,0 +1,405 @@
+"""Carries a search out on the live run: candidates come onto the rig and leave it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from compile_profiler import host
+from compile_profiler.account import Account
+from compile_profiler.arguments import Settings
+from compile_profiler.candidates import TARGETS, Candidate, Choice, candidates_for
+from compile_profiler.duel import Try, Windows
+from compile_profiler.explainer import Explainer
+from compile_profiler.ledger import Ledger
+from compile_profiler.meeting import Finding
+from compile_profiler.notices import first_line
+from compile_profiler.observe import Subject
+from compile_profiler.outlook import Now
+from compile_profiler.parts import submodules
+from compile_profiler.records import Reason, Sample, Verdict
+from compile_profiler.results import SearchReport
+from compile_profiler.rig import Rig, Stand
+from compile_profiler.search import Search, Settle
+from compile_profiler.shapes import shapes_of
+from compile_profiler.verdict import judge
+from compile_profiler.windows import StepTimes
+from compile_profiler.workshop import RefusedError, Workshop
+
+LOOK_STEPS = 12
+"""Training steps in eager before the search begins: what a step takes, whether batches vary in shape."""
+
+_BROKEN: dict[str, Reason] = {
+    "error": "runtime_error",
+    "out_of_memory": "out_of_memory",
+    "state_too_large": "unsupported",
+}
+"""Void pairs after which a candidate is out, and the reason of that."""
+
+
+@dataclass(slots=True)
+class _Entrant:
+    """A candidate that has been put onto the rig."""
+
+    stand: Stand
+    subject: Subject
+    settings: Settings
+    samples: list[Sample]
+
+
+class Contest:
+    """Carries out what a ``Search`` decides. Training runs in eager until a candidate has shown that it is faster.
+
+    Args:
+        settings: the callback's arguments.
+        trainer: the Trainer.
+        module: its LightningModule.
+        rig: what is on the module; its own arm is never run.
+        workshop: makes the arms.
+        ledger: shows the pairs of what is being measured.
+        explainer: tells what is compiled.
+        account: knows the seconds of that.
+        times: of real steps.
+        tell: prints a line.
+        known: the candidate that has won before, in an earlier part of this training or in another run of it.
+        remembered_s: compile seconds by name of candidate, from earlier runs.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        trainer: host.Trainer,
+        module: host.LightningModule,
+        *,
+        rig: Rig,
+        workshop: Workshop,
+        ledger: Ledger,
+        explainer: Explainer,
+        account: Account,
+        times: StepTimes,
+        tell: Callable[[str], None],
+        known: Candidate | None = None,
+        remembered_s: Mapping[str, float] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._trainer = trainer
+        self._module = module
+        self._rig = rig
+        self._workshop = workshop
+        self._ledger = ledger
+        self._explainer = explainer
+        self._account = account
+        self._times = times
+        self._tell = tell
+        self._known = known
+        self._remembered_s = remembered_s
+        self._began_s = time.perf_counter()
+        self._shapes: set[str | None] = set()
+        self._num_looked = 0
+        self._step_s: float | None = None
+        self._home, self._home_subject = rig.active, explainer.observer.subject
+        self._entrants: dict[Candidate, _Entrant] = {}
+        self._num_couples = 0
+        self._told: Candidate | None = None
+        self._search: Search | None = None
+        self.settled: Settle | None = None
+        rig.enable(False)
+        rig.pairs = None
+
+    # -- looking before trying ---------------------------------------------------------------------------------------
+
+    def on_step(self, step: int, *, boundary: bool) -> bool:
+        """A training step has ended; whether the search has begun with it."""
+        if self._search is not None:
+            return False
+        if self._rig.door.last_call is not None:
+            self._shapes.add(shapes_of(self._rig.door.last_call))
+        self._num_looked += 1
+        if not boundary or self._num_looked < LOOK_STEPS:
+            return False
+        ordinary = self._times.before_pair()
+        self._times.after_pair()
+        self._step_s = None if ordinary is None else ordinary.step_s - ordinary.own_s
+        self._search = self._new_search()
+        return True
+
+    def _new_search(self) -> Search:
+        choice = self._choice()
+        return Search(
+            choice.candidates,
+            pruned=choice.pruned,
+            limits=self._settings.limits,
+            num_leaves=sum(not any(True for _ in one.children()) for one in self._module.modules()),
+            known=self._known,
+            remembered_s=self._remembered_s,
+        )
+
+    def _choice(self) -> Choice:
+        """What the user has named, or what makes sense here."""
+        settings = self._settings
+        if settings.candidates:
+            return Choice(settings.candidates)
+        own_target = settings.target != "step"
+        targets: Sequence[str] = TARGETS
+        if own_target:
+            targets = (settings.target if isinstance(settings.target, str) else "forward",)
+        choice = candidates_for(
+            self._trainer.strategy.root_device.type,
+            has_blocks=self._has_blocks(),
+            shapes_vary=len(self._shapes) > 1,
+            seconds_left=self._seconds_left(),
+            targets=targets,
+            no_graphs=None if self._module.automatic_optimization else "the step moves optimizers itself",
+        )
+        kept = [one for one in choice.candidates if settings.options["backend"] == "inductor" or one.mode is None]
+        if own_target:
+            kept = [replace(one, target=settings.target) for one in kept]
+        if settings.options["dynamic"] is not None:
+            kept = list(dict.fromkeys(replace(one, dynamic=settings.options["dynamic"]) for one in kept))
+        return Choice(tuple(kept), choice.pruned)
+
+    def _has_blocks(self) -> bool:
+        try:
+            return bool(submodules(self._module, "blocks"))
+        except ValueError:
+            return False
+
+    def _seconds_left(self) -> float | None:
+        left_s = host.seconds_left(self._trainer, self._step_s or self._ledger.ordinary_s)
+        return left_s if math.isfinite(left_s) else None
+
+    # -- what pairs and windows show -----------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the search is still going on."""
+        return self.settled is None
+
+    @contextmanager
+    def pair(self) -> Iterator[None]:
+        """What is compiled inside is the challenger's."""
+        entrant = self._challenger
+        if entrant is None:
+            yield
+            return
+        self._follow(entrant)
+        try:
+            yield
+        finally:
+            self._follow(self._active)
+
+    def saw_pair(self, sample: Sample, seconds: float, compile_s: float) -> None:
+        """A pair with the challenger: seconds in all, and of these what compiling took."""
+        search, entrant = self._search, self._challenger
+        if search is None or entrant is None or search.challenger is None:
+            return
+        candidate = search.challenger
+        if compile_s:
+            search.compiled(candidate, compile_s)
+        if sample.step_s is not None:
+            self._step_s = sample.step_s - sample.own_s
+        search.saw_pair(sample, max(0.0, seconds - compile_s))
+        entrant.samples.append(sample)
+        memory = self._ledger.memory.compiled_peak_bytes
+        if memory is not None:
+            search.saw_memory(candidate, memory)
+        compiles = entrant.subject.tally.compiles()
+        if sample.void in _BROKEN:
+            self._fail(candidate, *self._why_broken(sample.void, entrant))
+        elif search.challenger == candidate and compiles.limit_hits:
+            self._fail(candidate, "recompile_limit", "the recompile limit was reached")
+        elif search.challenger == candidate and sample.void is None and compiles.graphs == 0:
+            self._fail(candidate, "nothing_compiled", "the compiler made no graph")
+
+    def _why_broken(self, void: str, entrant: _Entrant) -> tuple[Reason, str]:
+        error = None if entrant.stand.pairs is None else entrant.stand.pairs.error
+        if error is None:
+            return _BROKEN[void], void.replace("_", " ")
+        reason = _BROKEN[void]
+        if void == "error" and self._explainer.observer.failed(error):
+            reason = "compile_error"
+        return reason, first_line(error)
+
+    def _fail(self, candidate: Candidate, reason: Reason, message: str) -> None:
+        assert self._search is not None
+        self._search.failed(candidate, reason, message)
+        self._tell(f"{candidate.name} is out ({reason}): {message}")
+
+    def failed(self, verdict: Verdict) -> None:
+        """What training runs on cannot be used any more: its batch was trained in eager, and the search goes on."""
+        assert self._search is not None
+        candidate = self._search.incumbent
+        if candidate is not None:
+            self._fail(candidate, verdict.reason, verdict.message)
+            self._rig.enable(False)  # in the midst of a step: what is on the module changes after it
+
+    # -- what follows --------------------------------------------------------------------------------------------------
+
+    def judge(self, step: int, common: Finding) -> Verdict:
+        """Carry out what the search wants next; the verdict so far."""
+        search = self._search
+        if search is None:
+            return self._so_far(step, "looking at the first steps")
+        self._hear_windows(search)
+        self._judge_incumbent(search, step, common)
+        now = Now(
+            step=step,
+            elapsed_s=time.perf_counter() - self._began_s,
+            seconds_left=self._seconds_left(),
+            step_s=self._step_s,
+        )
+        action = search.next(now)
+        while isinstance(action, Try) and not self._enter(action.candidate):
+            action = search.next(now)
+        if not isinstance(action, Windows):
+            self._stop_windows()
+        self._run_on(search.incumbent)
+        if isinstance(action, Settle):
+            return self._settle(action, step)
+        entrant = self._entrants[action.challenger if isinstance(action, Windows) else action.candidate]
+        self._rig.measure(entrant.stand)
+        if isinstance(action, Windows):
+            self._rig.pairs = None  # nothing but windows
+            self._times.alternate(eager_is_free=action.incumbent is None)
+        self._release_others()
+        return self._so_far(step, self._progress(search))
+
+    def _enter(self, candidate: Candidate) -> bool:
+        """Make the candidate's arm; whether that was possible."""
+        settings = self._settings.of(candidate)
+        try:
+            obstacle = self._workshop.obstacle(settings)
+            if obstacle is not None:
+                raise RefusedError(*obstacle)
+            arm = self._workshop.arm(settings)
+        except RefusedError as refused:
+            self._fail(candidate, refused.reason, str(refused))
+            return False
+        stand = self._rig.stand(arm, self._workshop.matching(settings), quietly=True)
+        target = host.target_for(self._module, settings.target)
+        self._entrants[candidate] = _Entrant(stand, self._explainer.new_subject(target), settings, [])
+        self._ledger.show([], [])
+        self._tell(f"trying {candidate.name}; training goes on meanwhile.")
+        return True
+
+    def _hear_windows(self, search: Search) -> None:
+        for couple in self._ledger.window_samples[self._num_couples :]:
+            if search.challenger is not None:
+                search.saw_couple(couple)
+        self._num_couples = len(self._ledger.window_samples)
+
+    def _judge_incumbent(self, search: Search, step: int, common: Finding) -> None:
+        """Whether what training runs on still compiles without end, or no longer at all."""
+        candidate = search.incumbent
+        if candidate is None:
+            return
+        verdict = judge(
+            [],
+            self._entrants[candidate].subject.tally.compiles(),
+            limits=self._settings.limits,
+            step=step,
+            config={},
+            num_compiled_steps=self._ledger.num_compiled_steps,
+            num_steps_seen=self._ledger.num_steps,
+            num_recent_compiling=max(self._ledger.num_recent_compiling, common.num_recent_compiling),
+            recent_compile_s=self._ledger.recent_compile_s,
+        )
+        if verdict.decision == "eager":
+            self._fail(candidate, verdict.reason, verdict.message)
+
+    def _run_on(self, candidate: Candidate | None) -> None:
+        """What training runs on from the next step on."""
+        if candidate != self._told:
+            self._tell(f"training goes on with {'eager' if candidate is None else candidate.name}.")
+        self._told = candidate
+        self._rig.run_on(self._home if candidate is None else self._entrants[candidate].stand)
+        self._rig.enable(candidate is not None)
+        self._follow(self._active)
+
+    def switch(self, arm: str) -> None:
+        """In windows: train on the challenger (``compiled``) or on what it is compared with (``eager``)."""
+        assert self._search is not None
+        entrant = self._challenger
+        runner = entrant if arm == "compiled" and entrant is not None else self._active
+        self._rig.run_on(self._home if runner is None else runner.stand)
+        self._rig.enable(runner is not None)
+        self._follow(runner)
+
+    def _stop_windows(self) -> None:
+        if self._times.alternates:
+            self._times.stop_alternating()
+
+    def _settle(self, action: Settle, step: int) -> Verdict:
+        self.settled = action
+        if action.candidate is None:
+            return Verdict(
+                decision="eager", reason=action.reason, message=action.message, step=step, config=self._settings.config
+            )
+        entrant = self._entrants[action.candidate]
+        self._rig.measure(entrant.stand)
+        self._release_others()
+        self._ledger.show(entrant.samples, [])
+        config = entrant.settings.config
+        if entrant.stand.arm.compiled_names:
+            config["modules"] = list(entrant.stand.arm.compiled_names)
+        return Verdict(decision="compiled", reason=action.reason, message=action.message, step=step, config=config)
+
+    def _so_far(self, step: int, what: str) -> Verdict:
+        return Verdict(message=f"Searching: {what}.", step=step, config=self._settings.config)
+
+    def _progress(self, search: Search) -> str:
+        rows = [row for row in search.report().candidates if row.speedup is not None]
+        figures = ", ".join(f"{row.name} {row.speedup:.2f}x ({row.num_pairs} pairs)" for row in rows)
+        trying = "" if search.challenger is None else f"{search.challenger.name} is being tried"
+        return "; ".join(part for part in (trying, figures) if part) or "nothing tried yet"
+
+    # -- housekeeping --------------------------------------------------------------------------------------------------
+
+    @property
+    def _challenger(self) -> _Entrant | None:
+        challenger = None if self._search is None else self._search.challenger
+        return None if challenger is None else self._entrants.get(challenger)
+
+    @property
+    def _active(self) -> _Entrant | None:
+        incumbent = None if self._search is None else self._search.incumbent
+        return None if incumbent is None else self._entrants[incumbent]
+
+    def _follow(self, entrant: _Entrant | None) -> None:
+        if entrant is None:
+            self._explainer.follow(self._home.arm, self._settings.target, self._home_subject)
+        else:
+            target = host.target_for(self._module, entrant.settings.target)
+            self._explainer.follow(entrant.stand.arm, target, entrant.subject)
+
+    def _release_others(self) -> None:
+        """Compiled code that nobody needs any more; freed by torch once nothing refers to it."""
+        assert self._search is not None
+        for candidate, entrant in self._entrants.items():
+            if candidate not in self._search.alive:
+                entrant.stand.release()
+
+    def release(self) -> None:
+        """All compiled code; may be called twice."""
+        for entrant in self._entrants.values():
+            entrant.stand.release()
+
+    def report(self) -> SearchReport:
+        """Every candidate: tried, skipped or not looked at yet, with what is known of it."""
+        return SearchReport() if self._search is None else self._search.report()
+
+
+def configured(config: Mapping[str, Any]) -> Candidate | None:
+    """The candidate that a verdict's configuration names, ``None`` where it names none.
+
+    >>> configured({"target": "step", "mode": "reduce-overhead", "dynamic": None}).name
+    'step/reduce-overhead'
+    """
+    try:
+        return Candidate.from_dict({name: config[name] for name in ("target", "mode", "dynamic")})
+    except (KeyError, TypeError, ValueError):
+        return None
