@@ -94,7 +94,7 @@ def test_unknown_figures_are_null() -> None:
 def test_top_level_keys_are_the_contract() -> None:
     """The JSON begins with the contract's parts, in its order."""
     expected = ["schema", "verdict", "speedup", "end_to_end", "time", "compiles", "drift", "memory"]
-    expected += ["environment", "ranks"]
+    expected += ["environment", "ranks", "search"]
 
     assert list(Report().to_dict()) == expected
 

@@ -20,11 +20,23 @@ LIGHTNING = {"lightning", "lightning_utilities", "pytorch_lightning"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # nouns
     "plain": (set(), set()),
-    "records": ({"plain"}, set()),
+    "results": ({"plain"}, set()),
+    "records": ({"plain", "results"}, set()),
     # pure: values in, values out
     "candidates": ({"plain"}, set()),
     "stats": ({"records"}, {"numpy", "scipy"}),
     "verdict": ({"records", "stats"}, set()),
+    "candidates": ({"plain"}, set()),
+    "outlook": ({"plain", "records", "candidates"}, set()),
+    "trial": ({"records", "results", "stats", "candidates", "outlook"}, set()),
+    "duel": ({"records", "results", "verdict", "candidates", "trial"}, set()),
+    "purse": ({"outlook"}, set()),
+    "scout": ({"records", "results", "candidates", "outlook", "trial", "purse"}, set()),
+    "ending": ({"records", "outlook", "trial"}, set()),
+    "search": (
+        {"candidates", "duel", "ending", "outlook", "purse", "records", "results", "scout", "trial", "verdict"},
+        set(),
+    ),
     "scalars": ({"records"}, set()),
     "sums": (set(), {"torch"}),
     "drift": ({"records", "sums"}, {"torch"}),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compile_profiler.plain import AnyRecord, Record, build
+from compile_profiler.results import SearchReport
 
 SCHEMA = 1
 
@@ -364,7 +365,10 @@ class Ranks(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Record):
-    """Everything known about one fit. JSON keys are the field names; an unknown figure is ``null``."""
+    """Everything known about one fit. JSON keys are the field names; an unknown figure is ``null``.
+
+    ``ranks`` is that of several processes, ``search`` that of ``mode="auto"``.
+    """
 
     schema: int = SCHEMA
     verdict: Verdict = field(default_factory=Verdict)
@@ -376,6 +380,7 @@ class Report(Record):
     memory: Memory = field(default_factory=Memory)
     environment: Environment = field(default_factory=Environment)
     ranks: Ranks | None = None
+    search: SearchReport | None = None
 
     @classmethod
     def from_dict(cls: type[AnyRecord], data: Mapping[str, Any]) -> AnyRecord:

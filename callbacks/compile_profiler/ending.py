@@ -1,0 +1,54 @@
+"""How a search has ended, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compile_profiler.outlook import Prospect
+from compile_profiler.records import Reason
+from compile_profiler.trial import Trial, times
+
+
+def kept(trial: Trial, others: Sequence[Trial], *, is_sure: bool, confidence: float) -> tuple[Reason, str]:
+    """Reason and message where a candidate has won."""
+    whole = trial.whole_step(confidence)
+    figures = f"{times(trial.log_ratio)} eager in a pass"
+    if whole is not None:
+        figures += f", {times(whole[0].median)} in a whole step by {whole[1]}"
+    num = 1 + sum(one.status == "dropped" for one in others)
+    tried = "the only one tried" if num == 1 else f"the best of {num} tried"
+    reason: Reason = "gain" if is_sure else "inconclusive"
+    doubt = "" if is_sure else ", too close to call"
+    return reason, f"{trial.name} is {figures} ({tried}{doubt}); kept."
+
+
+def gave_up(
+    dropped: Sequence[Trial], prospects: Sequence[tuple[Trial, Prospect]], *, left_s: float, budget_s: float
+) -> tuple[Reason, str]:
+    """Reason and message where training stays in eager.
+
+    Args:
+        dropped: candidates that were tried.
+        prospects: those that were not, and what trying them would have promised.
+        left_s: seconds left of the run.
+        budget_s: seconds that the search may cost.
+    """
+    measured = [trial for trial in dropped if trial.failed is None]
+    if measured:
+        figures = ", ".join(f"{trial.name} {trial.why}" for trial in measured)
+        return "no_gain", f"No configuration gains here: {figures}; training goes on in eager."
+    failed = [trial for trial in dropped if trial.failed is not None]
+    if failed:
+        assert failed[0].failed is not None
+        what = "; ".join(f"{trial.name}: {trial.why}" for trial in failed)
+        return failed[0].failed, f"No configuration can be used ({what}); training goes on in eager."
+    if not prospects:
+        return "unsupported", "There is no configuration to try in this run; training goes on in eager."
+    trial, prospect = max(prospects, key=lambda one: one[1].worth_s)
+    message = f"The run is too short to find out: about {left_s:.0f} s are left, and {trial.name} "
+    message += f"would take about {prospect.compile_s:.0f} s to compile"
+    if prospect.worth_s <= 0:
+        message += f" and hardly save more than {prospect.saving_s:.0f} s"
+    else:
+        message += f", more than a search may risk here ({budget_s:.0f} s)"
+    return "no_gain", f"{message}; training goes on in eager."

@@ -1,0 +1,106 @@
+"""Whom to try next, if anybody is worth it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+from compile_profiler.candidates import Candidate
+from compile_profiler.outlook import Now, Prospect, expected_compile_s, hoped_log_ratio, obstacle, saving_s
+from compile_profiler.purse import Purse
+from compile_profiler.records import Sample
+from compile_profiler.results import EAGER
+from compile_profiler.trial import Trial
+
+PAIRS_TO_DECIDE, PASSES_OF_A_PAIR = 10, 14
+"""Pairs of one challenger, and eager passes' time of a pair, as reckoned with before any was taken."""
+UNLEARNED = 1.5
+"""The first guess of compile seconds may be too low by this factor; the budget is to hold all the same."""
+
+
+class Scout:
+    """What trying each candidate promises, from all that was seen.
+
+    Args:
+        trials: all candidates, in order of preference among equals.
+        purse: what the search may cost.
+        num_leaves: modules without submodules, for a first guess of compile seconds.
+        remembered_s: compile seconds by name of candidate, from earlier runs of the same job.
+    """
+
+    def __init__(
+        self,
+        trials: Mapping[Candidate, Trial],
+        purse: Purse,
+        *,
+        num_leaves: int,
+        remembered_s: Mapping[str, float],
+    ) -> None:
+        self._trials = trials
+        self._purse = purse
+        self._num_leaves = num_leaves
+        self._remembered_s = remembered_s
+        self._pairs_s: list[float] = []
+        self._eagers_s: list[float] = []  # of a pass
+        self._host_shares: list[float] = []  # of it
+
+    def see(self, sample: Sample, seconds: float) -> None:
+        """A usable pair has taken so many seconds in all."""
+        self._pairs_s.append(seconds)
+        self._eagers_s.append(sample.eager_s)
+        if sample.eager_host_s is not None:
+            self._host_shares.append(sample.eager_host_s / sample.eager_s)
+
+    def choose(self, incumbent: Trial | None, now: Now) -> Trial | None:
+        """The candidate that promises most; ``None``: nobody is worth trying. The others know why."""
+        untried = [trial for trial in self._trials.values() if trial.status == "untried"]
+        for trial in untried:
+            trial.why = self._objection(trial, incumbent, now)
+        worthy = [trial for trial in untried if not trial.why]
+        return max(worthy, key=lambda trial: self.prospect(trial, incumbent, now).worth_s, default=None)
+
+    def _objection(self, trial: Trial, incumbent: Trial | None, now: Now) -> str:
+        """Why the candidate is not to be tried now, in a phrase; empty: nothing speaks against it."""
+        tried = [other.tried() for other in self._trials.values() if other.samples or other.failed]
+        way = obstacle(trial.candidate, tried, list(self._trials))
+        if way is not None:
+            return way
+        prospect = self.prospect(trial, incumbent, now)
+        if prospect.saving_s <= 0:
+            return f"not expected to be faster than {EAGER if incumbent is None else incumbent.name}"
+        if prospect.worth_s <= 0:
+            return f"could save {prospect.saving_s:.1f} s and would cost {prospect.cost_s:.1f} s"
+        is_guess = not self._seen_s and trial.name not in self._remembered_s
+        risk_s = prospect.cost_s + (UNLEARNED - 1) * prospect.compile_s * is_guess
+        if risk_s > self._purse.left_s:
+            return f"may cost {risk_s:.1f} s, and the search may cost {max(self._purse.left_s, 0.0):.1f} s more"
+        return ""
+
+    def prospect(self, trial: Trial, incumbent: Trial | None, now: Now) -> Prospect:
+        """What trying the candidate promises, while training runs on ``incumbent``."""
+        active = 0.0 if incumbent is None else incumbent.log_ratio or 0.0
+        host_share = statistics.median(self._host_shares) if self._host_shares else now.host_share
+        eager_s = statistics.median(self._eagers_s) if self._eagers_s else now.pass_s
+        pass_share, pair_s = 1.0, 0.0  # of a pass that nobody has timed
+        if eager_s is not None:
+            pair_s = statistics.median(self._pairs_s) if self._pairs_s else PASSES_OF_A_PAIR * eager_s
+            if now.step_s:
+                pass_share = min(1.0, eager_s * math.exp(-active) / now.step_s)
+        compile_s = self.expected_compile_s(trial.candidate)
+        cost_s = compile_s + PAIRS_TO_DECIDE * pair_s
+        tried = [other.tried() for other in self._trials.values() if other.samples]
+        hoped = hoped_log_ratio(trial.candidate, tried, host_share=host_share)
+        saved_s = saving_s(hoped, active, pass_share=pass_share, left_s=max(0.0, now.left_s - cost_s))
+        if trial.candidate.dynamic:
+            saved_s += now.recompile_s
+        return Prospect(saved_s - cost_s, saved_s, compile_s, cost_s)
+
+    @property
+    def _seen_s(self) -> dict[Candidate, float]:
+        return {one.candidate: one.compile_s for one in self._trials.values() if one.compile_s and not one.failed}
+
+    def expected_compile_s(self, candidate: Candidate) -> float:
+        """Seconds that compiling the candidate is likely to take."""
+        seen_s, known_s = self._seen_s, self._remembered_s
+        return expected_compile_s(candidate, num_leaves=self._num_leaves, seen_s=seen_s, remembered_s=known_s)
