@@ -33,7 +33,9 @@ def _own_directory(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def _loaders_as_torch_wrote_them():
     """Lightning patches these while it asks the user's hook for a loader; where the hook raises, it leaves them so."""
-    patched = [(kind, name) for kind in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__", "__delattr__")]
+    patched = [
+        (kind, name) for kind in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__", "__delattr__")
+    ]
     before = [vars(kind).get(name) for kind, name in patched]
     yield
     for (kind, name), value in zip(patched, before, strict=True):

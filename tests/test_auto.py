@@ -7,37 +7,24 @@ import torch
 from lightning.pytorch import Callback
 
 from compile_profiler import CompileProfiler
-from runs import Regression, fit, left_behind, differences
+from compile_profiler.records import Report
+from runs import Regression, differences, left_behind, train
 
 PAUSE_S = 0.02
+FOR_LONG = 100_000  # steps of a run that a search is worth; StopAt ends it
 
 
 class Pausing(Regression):
-    """Eager pauses; compiled code does what its backend says."""
+    """Eager pauses in the network; compiled code does what its backend says."""
 
-    def training_step(self, batch, batch_idx):
+    def forward(self, x):
         if not torch.compiler.is_compiling():
             time.sleep(PAUSE_S)
-        return super().training_step(batch, batch_idx)
-
-
-def by_target(step_s, forward_s):
-    """A backend that takes the loss for a sign that the whole step is compiled."""
-
-    def backend(graph, example_inputs):
-        whole = any("mse" in str(node.target) or "pow" in str(node.target) or "mean" in str(node.target) for node in graph.graph.nodes)
-
-        def run(*inputs):
-            time.sleep(step_s if whole else forward_s)
-            return graph.forward(*inputs)
-
-        return run
-
-    return backend
+        return super().forward(x)
 
 
 class StopAt(Callback):
-    """Ends a run that would be long, so that a search is worth it."""
+    """Ends a long run early."""
 
     def __init__(self, step):
         self.step = step
@@ -46,10 +33,178 @@ class StopAt(Callback):
         trainer.should_stop = trainer.global_step >= self.step
 
 
-def test_it_settles_on_the_fastest():
-    profiler = CompileProfiler(mode="auto", backend=by_target(0.010, 0.002), candidates=["step", "forward"])
-    fit(Pausing(), [profiler, StopAt(400)], max_steps=100_000, validate=False)
+class Backend:
+    """Does to the graph of a whole step, which has the loss in it, what ``step`` says, to others what ``forward`` says.
+
+    Each is a function of the graph and its inputs; ``calls`` are the names of the graphs run, in order.
+    """
+
+    def __init__(self, **does):
+        self.does = does
+        self.calls = []
+        self.__qualname__ = "planted"
+
+    def __call__(self, graph, example_inputs):
+        name = (
+            "step"
+            if any(node.target == "pow" or "pow" in str(node.target) for node in graph.graph.nodes)
+            else "forward"
+        )
+
+        def run(*inputs):
+            self.calls.append(name)
+            return self.does.get(name, _as_it_is)(graph, inputs)
+
+        return run
+
+
+def _as_it_is(graph, inputs):
+    return graph.forward(*inputs)
+
+
+def _halfway(graph, inputs):
+    time.sleep(PAUSE_S / 2)
+    return graph.forward(*inputs)
+
+
+def _slowly(graph, inputs):
+    time.sleep(2 * PAUSE_S)
+    return graph.forward(*inputs)
+
+
+def _scaled(graph, inputs):
+    return [3 * output for output in graph.forward(*inputs)]
+
+
+def _not_finite(graph, inputs):
+    return [float("nan") * output for output in graph.forward(*inputs)]
+
+
+def _failing(graph, inputs):
+    raise RuntimeError("planted failure")
+
+
+def _out_of_memory(graph, inputs):
+    raise torch.OutOfMemoryError("planted")
+
+
+def searched(module_class=Pausing, *, step=200, callbacks=(), max_steps=FOR_LONG, backend=None, **arguments):
+    """Report, module and trainer of a run with a search; candidates are the step and ``forward`` unless named."""
+    arguments = {"candidates": ["step", "forward"], "backend": backend or Backend(), "seed": 1, **arguments}
+    profiler = CompileProfiler(mode="auto", verbose=False, **arguments)
+    module, trainer = train(module_class, [profiler, StopAt(step), *callbacks], max_steps=max_steps, validate=False)
     report = profiler.report
-    import json
-    print(json.dumps(report.to_dict()["search"], indent=1), report.verdict, report.compiles.by_stage)
-    assert 0
+    assert Report.from_dict(report.to_dict()) == report
+    return report, module, trainer
+
+
+def row(report, name):
+    """What is known of one candidate."""
+    return next(one for one in report.search.candidates if one.name == name)
+
+
+@pytest.mark.parametrize(("slow", "fast"), [("step", "forward"), ("forward", "step")])
+def test_it_settles_on_the_fastest_and_trains_on_that(slow, fast):
+    backend = Backend(**{slow: _halfway})
+
+    report, _, _ = searched(backend=backend, step=260)
+
+    verdict, winner = report.verdict, row(report, f"{fast}/default")
+    assert (verdict.decision, verdict.reason, verdict.config["target"]) == ("compiled", "gain", fast)
+    assert winner.status == "chosen"
+    assert winner.speedup > 1.3
+    assert winner.speedup_low < winner.speedup < winner.speedup_high
+    assert winner.num_pairs >= 8
+    assert row(report, f"{slow}/default").status in ("dropped", "skipped")
+    assert report.search.active == f"{fast}/default"
+    assert report.search.settled
+    assert report.speedup.median == pytest.approx(winner.speedup, rel=0.5)  # pairs go on after the search
+    assert set(backend.calls[-20:]) == {fast}
+    assert report.compiles.graphs == 1
+
+
+def test_a_run_that_is_too_short_compiles_nothing():
+    backend = Backend()
+
+    report, _, _ = searched(backend=backend, max_steps=60)
+
+    assert backend.calls == []
+    assert (report.verdict.decision, report.verdict.reason) == ("eager", "no_gain")
+    assert "too short" in report.verdict.message
+    assert {one.status for one in report.search.candidates} == {"skipped"}
+    assert all(one.why for one in report.search.candidates)
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        (_failing, "runtime_error"),
+        (_out_of_memory, "out_of_memory"),
+        (_scaled, "drift"),
+        (_not_finite, "non_finite"),
+    ],
+)
+def test_a_candidate_that_cannot_be_used_is_dropped_and_the_next_is_tried(does, reason):
+    backend = Backend(step=does)
+
+    report, module, trainer = searched(backend=backend)
+
+    assert row(report, "step/default").status == "dropped"
+    assert row(report, "step/default").why.startswith(reason)
+    assert row(report, "forward/default").status == "chosen"
+    assert report.verdict.config["target"] == "forward"
+    plain, other = train(Pausing, [StopAt(200)], max_steps=FOR_LONG, validate=False)
+    assert not differences(left_behind(module, trainer), left_behind(plain, other))
+
+
+def test_what_training_runs_on_may_fail_and_the_search_goes_on():
+    backend = Backend()
+
+    class Arming(Callback):
+        """Makes the whole step fail as soon as real steps run on it."""
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if profiler.report.search.active == "step/default":
+                backend.does["step"] = _failing
+
+    profiler = CompileProfiler(mode="auto", backend=backend, candidates=["step", "forward"], verbose=False)
+    module, trainer = train(Pausing, [profiler, Arming(), StopAt(260)], max_steps=FOR_LONG, validate=False)
+    report = profiler.report
+
+    assert backend.does
+    assert row(report, "step/default").status == "dropped"
+    assert row(report, "step/default").why.startswith("runtime_error")
+    assert report.verdict.config["target"] == "forward"
+    plain, other = train(Pausing, [StopAt(260)], max_steps=FOR_LONG, validate=False)
+    assert not differences(left_behind(module, trainer), left_behind(plain, other))
+
+
+def test_where_nothing_gains_the_run_ends_in_eager_with_nothing_left_behind():
+    backend = Backend(step=_slowly, forward=_slowly)
+
+    report, module, trainer = searched(Regression, backend=backend)
+
+    assert (report.verdict.decision, report.verdict.reason) == ("eager", "no_gain")
+    assert row(report, "step/default").status == "dropped"
+    assert report.speedup.median == row(report, "step/default").speedup < 1
+    plain, other = train(Regression, [StopAt(200)], max_steps=FOR_LONG, validate=False)
+    assert not differences(left_behind(module, trainer), left_behind(plain, other))
+    assert backend.calls.count("step") < 400  # pairs alone: no training step ran on it
+
+
+def test_windows_of_real_steps_are_the_last_word(monkeypatch):
+    """A pass gains, but the step around it loses as much: only real steps show that."""
+    monkeypatch.setattr("compile_profiler.windows.WINDOW_STEPS", 4)
+
+    class Slower(Pausing):
+        def on_before_zero_grad(self, optimizer):  # no part of a pass
+            time.sleep((6 if backend.calls[-1:] == ["step"] else 4) * PAUSE_S)
+            backend.calls.append("between")
+
+    backend = Backend()
+
+    report, _, _ = searched(Slower, backend=backend, candidates=["step"], step=260)
+
+    assert report.verdict.decision == "eager"
+    assert "real steps" in row(report, "step/default").why
+    assert row(report, "step/default").end_to_end_method == "windows"

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compile_profiler import host
@@ -21,11 +21,12 @@ from compile_profiler.notices import first_line
 from compile_profiler.observe import Subject
 from compile_profiler.outlook import Now
 from compile_profiler.parts import submodules
-from compile_profiler.records import Reason, Sample, Verdict
+from compile_profiler.records import Memory, Reason, Sample, Verdict
 from compile_profiler.results import SearchReport
 from compile_profiler.rig import Rig, Stand
 from compile_profiler.search import Search, Settle
 from compile_profiler.shapes import shapes_of
+from compile_profiler.stats import speedup
 from compile_profiler.verdict import judge
 from compile_profiler.windows import StepTimes
 from compile_profiler.workshop import RefusedError, Workshop
@@ -48,7 +49,8 @@ class _Entrant:
     stand: Stand
     subject: Subject
     settings: Settings
-    samples: list[Sample]
+    samples: list[Sample] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
 
 
 class Contest:
@@ -103,7 +105,6 @@ class Contest:
         self._step_s: float | None = None
         self._home, self._home_subject = rig.active, explainer.observer.subject
         self._entrants: dict[Candidate, _Entrant] = {}
-        self._num_couples = 0
         self._told: Candidate | None = None
         self._search: Search | None = None
         self.settled: Settle | None = None
@@ -204,9 +205,11 @@ class Contest:
             self._step_s = sample.step_s - sample.own_s
         search.saw_pair(sample, max(0.0, seconds - compile_s))
         entrant.samples.append(sample)
-        memory = self._ledger.memory.compiled_peak_bytes
+        memory = None if entrant.stand.pairs is None else entrant.stand.pairs.memory
         if memory is not None:
-            search.saw_memory(candidate, memory)
+            entrant.memory = memory
+            if memory.compiled_peak_bytes is not None:
+                search.saw_memory(candidate, memory.compiled_peak_bytes)
         compiles = entrant.subject.tally.compiles()
         if sample.void in _BROKEN:
             self._fail(candidate, *self._why_broken(sample.void, entrant))
@@ -258,6 +261,8 @@ class Contest:
         if not isinstance(action, Windows):
             self._stop_windows()
         self._run_on(search.incumbent)
+        if self._active is not None:
+            self._ledger.show(self._active.samples, self._active.memory)
         if isinstance(action, Settle):
             return self._settle(action, step)
         entrant = self._entrants[action.challenger if isinstance(action, Windows) else action.candidate]
@@ -281,16 +286,15 @@ class Contest:
             return False
         stand = self._rig.stand(arm, self._workshop.matching(settings), quietly=True)
         target = host.target_for(self._module, settings.target)
-        self._entrants[candidate] = _Entrant(stand, self._explainer.new_subject(target), settings, [])
-        self._ledger.show([], [])
+        self._entrants[candidate] = _Entrant(stand, self._explainer.new_subject(target), settings)
         self._tell(f"trying {candidate.name}; training goes on meanwhile.")
         return True
 
     def _hear_windows(self, search: Search) -> None:
-        for couple in self._ledger.window_samples[self._num_couples :]:
+        for couple in self._ledger.window_samples:
             if search.challenger is not None:
                 search.saw_couple(couple)
-        self._num_couples = len(self._ledger.window_samples)
+        self._ledger.window_samples.clear()
 
     def _judge_incumbent(self, search: Search, step: int, common: Finding) -> None:
         """Whether what training runs on still compiles without end, or no longer at all."""
@@ -336,13 +340,16 @@ class Contest:
     def _settle(self, action: Settle, step: int) -> Verdict:
         self.settled = action
         if action.candidate is None:
+            tried = [one for one in self._entrants.values() if any(sample.void is None for sample in one.samples)]
+            if tried:  # what came closest
+                best = max(tried, key=lambda one: speedup(one.samples, 0.95).median or 0.0)
+                self._ledger.show(best.samples, best.memory)
             return Verdict(
                 decision="eager", reason=action.reason, message=action.message, step=step, config=self._settings.config
             )
         entrant = self._entrants[action.candidate]
         self._rig.measure(entrant.stand)
         self._release_others()
-        self._ledger.show(entrant.samples, [])
         config = entrant.settings.config
         if entrant.stand.arm.compiled_names:
             config["modules"] = list(entrant.stand.arm.compiled_names)

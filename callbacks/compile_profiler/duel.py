@@ -121,6 +121,10 @@ class Duel:
             won, is_open = faster == "gain", faster == "pending" and len(ahead) == num
         if num < min(MIN_PAIRS, max_num) or (is_open and not hurry):
             return Measure(one.candidate)
+        if not won and rival is not None and statistics.median(ahead) < -math.log(NEAR):
+            return Lost(
+                f"{times(statistics.median(ahead))} {rival.name} in a pass, in {len(ahead)} pairs", to_rival=True
+            )
         gain = one.estimated_gain()
         if won and gain is not None and gain[0] >= math.log(CLEAR_GAIN):
             return Won(is_sure=True)

@@ -82,13 +82,16 @@ class Ledger:
         self._pairs_s.append(seconds)
         self.probe_s += seconds
 
-    def add_compiling(self, seconds: float) -> None:
-        """Something was compiled in a pair, which is no step; it took so many wall seconds."""
-        self._earlier_compile_s += seconds
+    def add_trial(self, seconds: float, *, compile_s: float) -> None:
+        """A pair with another arm than the one that this is about took so many wall seconds, some for compiling."""
+        self._pairs_s.append(seconds - compile_s)
+        self.probe_s += seconds - compile_s
+        self._earlier_compile_s += compile_s
 
-    def show(self, samples: Sequence[Sample], window_samples: Sequence[Sample]) -> None:
-        """Let these be all that has been seen of the compiled arm: it is another one now."""
-        self.samples[:], self.window_samples[:] = samples, window_samples
+    def show(self, samples: Sequence[Sample], memory: Memory) -> None:
+        """Let this be all that has been seen of the compiled arm: it is another one now."""
+        self.samples[:], self.memory = samples, memory
+        self.window_samples.clear()
         self._asked_at = 0, 0
 
     def add_validation(self, sample: Sample, seconds: float) -> None:

@@ -382,22 +382,23 @@ class Session:
         with contextlib.nullcontext() if search is None else search.pair():
             sample = yield from rig.take_pair(step=self._step, ordinary=ordinary, scheduled=scheduled)
             self._look("probe" if search is None else "train")  # what a search compiles is there to be trained on
-        if rig.pairs is not None and rig.pairs.memory is not None:
+        if search is None and rig.pairs is not None and rig.pairs.memory is not None:
             self._ledger.memory = rig.pairs.memory
-        if rig.door.last_call is not None and search is None:
+        if search is None and rig.door.last_call is not None:
             self._explainer.time_guards(*rig.door.last_call)
         if not self._told_not_finite and rig.is_not_finite(sample):
             self._told_not_finite = True
             host.warn(not_finite(self._step, weights_finite=rig.weights_finite()))
         self._times.after_pair()
-        seconds, compile_s = time.perf_counter() - began_s, 0.0
+        seconds = time.perf_counter() - began_s
         if search is not None:
             compile_s = min(self._account.compile_s - compiled_before_s, seconds)
-            self._ledger.add_compiling(compile_s)
+            self._ledger.add_trial(seconds, compile_s=compile_s)
             search.saw_pair(sample, seconds, compile_s)
-        elif self._rank == 0:
+            return sample.void not in UNSCHEDULED
+        if self._rank == 0:
             self._reopen(self._judgement.another_regime(sample))
-        self._ledger.add_pair(sample, seconds - compile_s)
+        self._ledger.add_pair(sample, seconds)
         return sample.void not in UNSCHEDULED
 
     # -- deciding ----------------------------------------------------------------------------------------------------
