@@ -26,7 +26,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "candidates": ({"plain"}, set()),
     "stats": ({"records"}, {"numpy", "scipy"}),
     "verdict": ({"records", "stats"}, set()),
-    "candidates": ({"plain"}, set()),
     "outlook": ({"plain", "records", "candidates"}, set()),
     "trial": ({"records", "results", "stats", "candidates", "outlook"}, set()),
     "duel": ({"records", "results", "verdict", "candidates", "trial"}, set()),

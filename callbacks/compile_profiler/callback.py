@@ -71,8 +71,8 @@ class CompileProfiler(host.Callback):
         dynamic: as in ``torch.compile``.
         fullgraph: as in ``torch.compile``.
         options: as in ``torch.compile``.
-        candidates: with ``mode="auto"``, what to try: names as ``"step/reduce-overhead"``, ``"blocks/default/dynamic"``, or
-            mappings with ``target``, ``mode``, ``dynamic``; ``None``: what makes sense here for this module.
+        candidates: with ``mode="auto"``, what to try: names as ``"step/reduce-overhead"``, ``"step/default/dynamic"``,
+            or mappings with ``target``, ``mode``, ``dynamic``; ``None``: what makes sense here for this module.
         stages: ``("train",)``; add ``"validate"`` to compile ``validation_step`` too.
         warmup_steps: clean compiled steps in a row before the first pair.
         min_speedup: below this speedup of forward and backward the run goes back to eager.

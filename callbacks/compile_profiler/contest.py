@@ -233,9 +233,9 @@ class Contest:
         self._tell(f"{candidate.name} is out ({reason}): {message}")
 
     def failed(self, verdict: Verdict) -> None:
-        """What training runs on cannot be used any more: its batch was trained in eager, and the search goes on."""
+        """What training runs on cannot be used any more, or has been found not worth it: the search goes on."""
         assert self._search is not None
-        candidate = self._search.incumbent
+        candidate, self.settled = self._search.incumbent, None
         if candidate is not None:
             self._fail(candidate, verdict.reason, verdict.message)
             self._rig.enable(False)  # in the midst of a step: what is on the module changes after it

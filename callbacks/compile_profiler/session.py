@@ -411,11 +411,7 @@ class Session:
     def judge(self) -> str:
         """What follows from all that has been found."""
         if self._search is not None:
-            verdict = self._search.judge(self._step, self._seat.common)
-            if verdict.decision == "compiled":
-                self._config.clear()
-                self._config.update(verdict.config)
-            return packed(verdict)
+            return self._next_of(self._search)
         if self._seat.common.compiled_again:
             self._reopen("something was compiled again")
         obstacle = machine.disabled()
@@ -425,8 +421,17 @@ class Session:
         if is_in_vain and self._seat.rig is not None and self._can_rehearse:
             self._explainer.find_other_targets(self._seat.rig)
         verdict = self._judgement.judge(self._step, self._seat.common, by_windows=self._times.alternates)
+        if self._contest is not None and verdict.decision == "eager":
+            self._contest.failed(verdict)
+            return self._next_of(self._contest)
         if self._contest is not None and verdict.reason == "pending" and self._judgement.verdict.decision == "compiled":
             return packed(self._judgement.verdict)  # found by the search, which had its own evidence
+        return packed(verdict)
+
+    def _next_of(self, search: Contest) -> str:
+        verdict = search.judge(self._step, self._seat.common)
+        self._config.clear()
+        self._config.update(verdict.config)
         return packed(verdict)
 
     def obey(self, text: str) -> None:
@@ -460,8 +465,8 @@ class Session:
         is_alone = self._meeting.is_alone
         verdict = self._judgement.on_failure(error, self._step, None if is_alone else self._rank)
         self._look(host.stage_of(self._trainer))
-        if self._search is not None:
-            self._search.failed(verdict)
+        if self._contest is not None:
+            self._contest.failed(verdict)
             self._account.news = True
         elif is_alone:
             host.warn(f"{verdict.message} The batch was trained in eager, and so is the rest of the run.")
