@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "trial": ({"records", "results", "stats", "candidates", "outlook"}, set()),
     "duel": ({"records", "results", "verdict", "candidates", "trial"}, set()),
     "purse": ({"outlook"}, set()),
-    "scout": ({"records", "results", "candidates", "outlook", "trial", "purse"}, set()),
+    "scout": ({"records", "candidates", "outlook", "trial", "duel", "purse"}, set()),
     "ending": ({"records", "outlook", "trial"}, set()),
     "search": (
         {"candidates", "duel", "ending", "outlook", "purse", "records", "results", "scout", "trial", "verdict"},

@@ -21,8 +21,8 @@ MAX_VOID = 12
 """Void pairs in a row, or void couples: this one cannot be measured."""
 CLEAR_GAIN = 1.15
 """Estimates of a whole step from pairs were up to 13 % too high: a gain above this needs no windows."""
-NEAR = 1.03
-"""A pass that is slower than a compiled incumbent's by less may still be part of a faster step."""
+NEAR = 1.05
+"""A pass that is slower by less may still be part of a faster step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Duel:
         """What the challenger needs next, or how its case has ended.
 
         Args:
-            hurry: as few more pairs as possible.
+            hurry: no more pairs than necessary.
         """
         one = self.challenger
         if one.compile_s is None and not one.samples:
@@ -128,7 +128,7 @@ class Duel:
         gain = one.estimated_gain()
         if won and gain is not None and gain[0] >= math.log(CLEAR_GAIN):
             return Won(is_sure=True)
-        if not won and rival is None and (one.log_ratio or 0.0) <= 0:
+        if not won and rival is None and (one.log_ratio or 0.0) < -math.log(NEAR):
             return Lost(f"{times(one.log_ratio)} eager in a pass, no gain in {num} pairs")
         return None
 
@@ -139,6 +139,6 @@ class Duel:
         if outcome == "pending" and self._num_void_couples < MAX_VOID:
             return Windows(None if rival is None else rival.candidate, one.candidate)
         log_ratio = statistics.median(one.couples) if one.couples else 0.0
-        if outcome != "no_gain" and log_ratio > 0:
+        if outcome == "gain" or (outcome != "no_gain" and log_ratio > math.log(margin) / 2):
             return Won(is_sure=outcome == "gain")
         return Lost(f"{times(log_ratio)} {EAGER if rival is None else rival.name} in real steps", rival is not None)

@@ -9,12 +9,11 @@ from compile_profiler.records import Reason
 from compile_profiler.trial import Trial, times
 
 
-def kept(trial: Trial, others: Sequence[Trial], *, is_sure: bool, confidence: float) -> tuple[Reason, str]:
+def kept(trial: Trial, others: Sequence[Trial], *, is_sure: bool) -> tuple[Reason, str]:
     """Reason and message where a candidate has won."""
-    whole = trial.whole_step(confidence)
     figures = f"{times(trial.log_ratio)} eager in a pass"
-    if whole is not None:
-        figures += f", {times(whole[0].median)} in a whole step by {whole[1]}"
+    if trial.log_step_ratio is not None:
+        figures += f" and {times(trial.log_step_ratio)} in a whole step"
     num = 1 + sum(one.status == "dropped" for one in others)
     tried = "the only one tried" if num == 1 else f"the best of {num} tried"
     reason: Reason = "gain" if is_sure else "inconclusive"

@@ -33,6 +33,8 @@ FIRST_COMPILE_S, LEAF_COMPILE_S = 5.0, 0.15
 TARGET_COSTS = {"blocks": 0.3}  # one compile serves all blocks
 MODE_COSTS = {"reduce-overhead": 1.2, "max-autotune-no-cudagraphs": 4.0, "max-autotune": 4.5}
 
+MIN_BLOCK_S, BLOCK_PASSES, MAX_BLOCK_S = 0.02, 4, 0.5  # a block of a pair, about as the probe makes it
+
 ASSUMED_LEFT_S = 3600.0
 """Nobody knows how long the run is: it is taken to go on for another hour, at any time."""
 
@@ -214,6 +216,15 @@ def expected_compile_s(
 
     scales = [seconds / prior_s(one) for one, seconds in seen_s.items()]
     return (statistics.median(scales) if scales else 1.0) * prior_s(candidate)
+
+
+def pair_s(pass_s: float) -> float:
+    """Seconds that a pair is likely to take, of passes like this one: each arm runs once, then a block.
+
+    >>> round(pair_s(0.001), 3), round(pair_s(0.02), 3), round(pair_s(0.3), 3)
+    (0.042, 0.2, 1.6)
+    """
+    return 2 * (pass_s + max(MIN_BLOCK_S, min(BLOCK_PASSES * pass_s, MAX_BLOCK_S)))
 
 
 class Prospect(NamedTuple):

@@ -7,14 +7,25 @@ import statistics
 from collections.abc import Mapping
 
 from compile_profiler.candidates import Candidate
-from compile_profiler.outlook import Now, Prospect, expected_compile_s, hoped_log_ratio, obstacle, saving_s
+from compile_profiler.duel import MAX_PAIRS
+from compile_profiler.outlook import (
+    Now,
+    Prospect,
+    expected_compile_s,
+    hoped_log_ratio,
+    obstacle,
+    pair_s,
+    saving_s,
+)
 from compile_profiler.purse import Purse
 from compile_profiler.records import Sample
-from compile_profiler.results import EAGER
 from compile_profiler.trial import Trial
 
-PAIRS_TO_DECIDE, PASSES_OF_A_PAIR = 10, 14
-"""Pairs of one challenger, and eager passes' time of a pair, as reckoned with before any was taken."""
+PAIRS_TO_DECIDE = 10
+"""Pairs of one challenger, as reckoned with beforehand."""
+SURPRISE = 0.02
+"""Log-ratio by which any candidate might be faster after all: where this share of the run is more than finding out
+costs, everything is tried."""
 UNLEARNED = 1.5
 """The first guess of compile seconds may be too low by this factor; the budget is to hold all the same."""
 
@@ -67,8 +78,6 @@ class Scout:
         if way is not None:
             return way
         prospect = self.prospect(trial, incumbent, now)
-        if prospect.saving_s <= 0:
-            return f"not expected to be faster than {EAGER if incumbent is None else incumbent.name}"
         if prospect.worth_s <= 0:
             return f"could save {prospect.saving_s:.1f} s and would cost {prospect.cost_s:.1f} s"
         is_guess = not self._seen_s and trial.name not in self._remembered_s
@@ -81,20 +90,32 @@ class Scout:
         """What trying the candidate promises, while training runs on ``incumbent``."""
         active = 0.0 if incumbent is None else incumbent.log_ratio or 0.0
         host_share = statistics.median(self._host_shares) if self._host_shares else now.host_share
-        eager_s = statistics.median(self._eagers_s) if self._eagers_s else now.pass_s
-        pass_share, pair_s = 1.0, 0.0  # of a pass that nobody has timed
-        if eager_s is not None:
-            pair_s = statistics.median(self._pairs_s) if self._pairs_s else PASSES_OF_A_PAIR * eager_s
-            if now.step_s:
-                pass_share = min(1.0, eager_s * math.exp(-active) / now.step_s)
         compile_s = self.expected_compile_s(trial.candidate)
-        cost_s = compile_s + PAIRS_TO_DECIDE * pair_s
+        cost_s = compile_s + PAIRS_TO_DECIDE * self._pair_s(now)
         tried = [other.tried() for other in self._trials.values() if other.samples]
-        hoped = hoped_log_ratio(trial.candidate, tried, host_share=host_share)
+        hoped = max(hoped_log_ratio(trial.candidate, tried, host_share=host_share), active + SURPRISE)
+        pass_share = self._pass_share(active, now)
         saved_s = saving_s(hoped, active, pass_share=pass_share, left_s=max(0.0, now.left_s - cost_s))
         if trial.candidate.dynamic:
             saved_s += now.recompile_s
         return Prospect(saved_s - cost_s, saved_s, compile_s, cost_s)
+
+    def is_small(self, trial: Trial, incumbent: Trial | None, now: Now) -> bool:
+        """Whether what the pairs have shown so far saves or costs less than the pairs that would settle it."""
+        active = 0.0 if incumbent is None or incumbent is trial else incumbent.log_ratio or 0.0
+        gap = abs((trial.log_ratio or 0.0) - active)
+        at_stake_s = saving_s(gap, 0.0, pass_share=self._pass_share(active, now), left_s=now.left_s)
+        return at_stake_s < (MAX_PAIRS - len(trial.log_ratios)) * self._pair_s(now)
+
+    def _pair_s(self, now: Now) -> float:
+        if self._pairs_s:
+            return statistics.median(self._pairs_s)
+        return 0.0 if now.pass_s is None else pair_s(now.pass_s)
+
+    def _pass_share(self, active: float, now: Now) -> float:
+        """Share of a step that the pass of what training runs on takes; 1 where nobody has timed it."""
+        eager_s = statistics.median(self._eagers_s) if self._eagers_s else now.pass_s
+        return 1.0 if eager_s is None or not now.step_s else min(1.0, eager_s * math.exp(-active) / now.step_s)
 
     @property
     def _seen_s(self) -> dict[Candidate, float]:

@@ -124,6 +124,11 @@ and hardly save more than 6 s; training goes on in eager.'
         """Candidates whose compiled code is still needed; that of others is to be released."""
         return tuple(one for one in self._trials if one in (self.incumbent, self.challenger))
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that the search has cost so far."""
+        return self._purse.spent_s
+
     def report(self) -> SearchReport:
         """Everything known now, candidate by candidate."""
         pruned = [Trial(candidate, status="skipped", why=why) for candidate, why in self._pruned]
@@ -213,7 +218,8 @@ and hardly save more than 6 s; training goes on in eager.'
                     break
                 self._begin(chosen)
             assert self._duel is not None
-            found = self._duel.next(hurry=self._purse.is_empty)
+            hurry = self._purse.is_empty or self._scout.is_small(self._duel.challenger, self._incumbent, now)
+            found = self._duel.next(hurry=hurry)
             if isinstance(found, Won):
                 self._adopt(self._duel.challenger, is_sure=found.is_sure)
             elif isinstance(found, Lost):
@@ -269,8 +275,7 @@ and hardly save more than 6 s; training goes on in eager.'
     @property
     def _log_step_ratio(self) -> float:
         """Eager's step over the incumbent's, as a log-ratio; 0 where it is not known."""
-        whole = None if self._incumbent is None else self._incumbent.whole_step(self._limits.confidence)
-        return 0.0 if whole is None else whole[0].median or 0.0
+        return 0.0 if self._incumbent is None else self._incumbent.log_step_ratio or 0.0
 
     def _conclusion(self) -> Settle:
         left_out = [trial for trial in self._trials.values() if trial.status == "untried"]
@@ -278,8 +283,7 @@ and hardly save more than 6 s; training goes on in eager.'
             trial.status = "skipped"
         dropped = [trial for trial in self._trials.values() if trial.status == "dropped"]
         if self._incumbent is not None:
-            confidence = self._limits.confidence
-            reason, message = kept(self._incumbent, dropped, is_sure=self._is_sure, confidence=confidence)
+            reason, message = kept(self._incumbent, dropped, is_sure=self._is_sure)
             return Settle(self._incumbent.candidate, reason, message)
         prospects = [(trial, self._scout.prospect(trial, None, self._now)) for trial in left_out]
         budget_s = self._purse.budget_s or 0.0

@@ -56,7 +56,7 @@ def median_interval(values: Sequence[float], confidence: float) -> Interval:
     num = len(ordered)
     if not num:
         return Interval()
-    median = float(np.median(ordered))
+    median = (ordered[(num - 1) // 2] + ordered[num // 2]) / 2
     tails = special.bdtr(np.arange(num // 2), num, 0.5)
     cut = int(np.count_nonzero(tails <= (1 - confidence) / 2))
     if num < MIN_INTERVAL_VALUES or not cut:

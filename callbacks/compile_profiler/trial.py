@@ -52,22 +52,31 @@ def step_gain(running: Pass, before: Pass, after: Pass, *, step_s: float, coldne
     return min(python, device), max(python, device)
 
 
-@lru_cache(maxsize=256)
-def _fewest(bar: float) -> int:
-    """Unanimous signs that reach evidence of ``bar``."""
-    return next(num for num in range(1, 1000) if log_e_value(num, num) >= math.log(bar))
+@lru_cache(maxsize=1024)
+def _evidence(wins: int, trials: int) -> float:
+    return float(log_e_value(wins, trials))
+
+
+def _may_decide(log_ratios: Sequence[float], margin: float, bar: float) -> bool:
+    """Whether the signs of some beginning of ``log_ratios`` could decide, if all of them were independent."""
+    wins = losses = 0
+    for log_ratio in log_ratios:
+        wins, losses = wins + (log_ratio > margin), losses + (log_ratio < margin)
+        if _evidence(max(wins, losses), wins + losses) >= bar:
+            return True
+    return False
 
 
 def outcome_of(log_ratios: Sequence[float], *, min_speedup: float, confidence: float, max_num: int) -> Outcome:
-    """`stats.first_outcome`, and no arithmetic where no outcome is possible yet.
+    """`stats.first_outcome`, in microseconds where the signs alone say that nothing is decided.
 
     >>> outcome_of([0.3] * 7, min_speedup=1.02, confidence=0.95, max_num=12)
     'pending'
     >>> outcome_of([0.3] * 8, min_speedup=1.02, confidence=0.95, max_num=12)
     'gain'
     """
-    if len(log_ratios) < min(max_num, _fewest(2 / (1 - confidence))):
-        return "pending"
+    if not _may_decide(log_ratios[:max_num], math.log(min_speedup), math.log(2 / (1 - confidence))):
+        return "inconclusive" if len(log_ratios) >= max_num else "pending"
     return first_outcome(log_ratios, min_speedup=min_speedup, confidence=confidence, max_pairs=max_num)[0]
 
 
@@ -175,6 +184,14 @@ class Trial:
             return None
         lower, upper = zip(*self.gains, strict=True)
         return statistics.median(lower), statistics.median(upper)
+
+    @property
+    def log_step_ratio(self) -> float | None:
+        """Of eager's step over its step: the median, by windows or else estimated; ``None``: not known."""
+        if self.couples:
+            return self.base + statistics.median(self.couples)
+        gain = self.estimated_gain()
+        return None if gain is None else self.base + sum(gain) / 2
 
     def whole_step(self, confidence: float) -> tuple[Interval, str] | None:
         """Log-ratio of eager's step over its step with its interval, and the method; ``None``: not known."""
