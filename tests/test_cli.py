@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from compile_profiler.records import Compiles, Drift, EndToEnd, Environment, Mem
 from compile_profiler.render import verdict_markdown
 from compile_profiler.runs_on_disk import read_run, report_from_scalars
 from compile_profiler.scalars import scalars
-from runs import Regression, sleepy, train
+from runs import Regression, as_module, sleepy, train
 
 FULL = Report(
     verdict=Verdict(decision="eager", reason="no_gain", message="0.50x, `a|b` <slower>.", step=1234),
@@ -326,18 +325,6 @@ def test_a_cache_that_cannot_be_there_costs_one_line_and_exit_code_2(folder, com
     assert complaint in done.stderr
 
 
-def as_module(*arguments, **environment):
-    """Run ``python -m compile_profiler`` in a process of its own."""
-    path = os.pathsep.join([str(Path(__file__).parents[1] / "callbacks"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "compile_profiler", *arguments],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_the_package_runs_as_a_module():
     done = as_module("--help")
 
@@ -352,47 +339,3 @@ def test_the_docs_show_the_help_and_a_section_for_each_command():
 
     assert shown.replace("Usage: main", "Usage: compile-profiler") in docs
     assert set(re.findall(r"^## (\w+)$", docs, re.MULTILINE)) == set(main.commands)
-
-
-@pytest.mark.slow
-def test_doctor_compiles_and_says_so():
-    done = as_module("doctor")
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("This machine can compile.\n")
-    assert "compiling for" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("suppressed", ["0", "1"])
-def test_doctor_names_the_missing_compiler_even_where_torch_would_go_on_in_eager(suppressed):
-    """With errors suppressed torch runs the function in eager without a word: that is not compiling."""
-    done = as_module("doctor", CUDA_VISIBLE_DEVICES="", CXX="/no/such/compiler", TORCHDYNAMO_SUPPRESS_ERRORS=suppressed)
-
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "/no/such/compiler not found" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("This machine cannot compile. There is no C++ compiler: install")
-
-
-@pytest.mark.parametrize(
-    ("environment", "why"),
-    [
-        ({"TORCH_COMPILE_DISABLE": "1"}, "TORCH_COMPILE_DISABLE=1 switches torch.compile off"),
-        ({"CXX": "/bin/sleep"}, "The trial was not done after 0.1 s; --timeout gives it longer."),
-    ],
-)
-def test_doctor_says_what_stands_in_the_way(environment, why):
-    done = as_module("doctor", "--timeout", "0.1", **environment)
-
-    assert (done.returncode, done.stderr) == (1, "")
-    assert why in done.stdout.splitlines()[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that not even root can write to")
-def test_doctor_finds_a_cache_that_cannot_be_written():
-    """The trial has a cache of its own and passes; the next real run would not."""
-    done = as_module("doctor", TORCHINDUCTOR_CACHE_DIR="/proc/sys/kernel")
-
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.splitlines()[-1].startswith("This machine cannot compile. /proc/sys/kernel, 0.0 MiB.")
