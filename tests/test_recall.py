@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import stat
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +119,7 @@ FORGED = {
     "a winner that nobody offers": changed(winner={"target": "step", "mode": "rm -rf /"}),
     "a winner with too much": changed(winner={**ENTRY.to_dict()["winner"], "hook": "os.system"}),
     "a winner with NaN": changed(winner={**STEP, "x": float("nan")}),
+    "a winner with NaN in its options": changed(winner={**STEP, "options": {"x": [float("nan")]}}),
     "NaN": changed(when_s=float("nan")),
     "infinity": GOOD.replace("1750000000.0", "1e999"),
     "minus infinity": changed(when_s=float("-inf")),
@@ -210,6 +212,17 @@ def test_a_folder_in_the_place_of_an_entry_is_left_alone(cache, file):
     assert list(cache.folder.iterdir()) == [file]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are listed in /proc")
+@pytest.mark.parametrize("lay", [lambda file, _: file.mkdir(), written(0o600), written(0o666)])
+def test_no_file_stays_open(lay, cache, file, tmp_path):
+    lay(file, tmp_path)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        cache.get([KEY], CANDIDATES)
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+
+
 @only_posix
 def test_nobody_else_can_read_it_from_its_first_moment(cache):
     """Whatever the umask is: the modes are given when folder and file are made, and not afterwards."""
@@ -246,7 +259,15 @@ def test_an_entry_that_is_too_large_is_not_kept(cache):
     assert cache.files() == []
 
 
-@pytest.mark.parametrize("winner", [{"mode": float("nan")}, {"a": {"b": {"c": {"d": {"e": 1}}}}}, {"backend": print}])
+@pytest.mark.parametrize(
+    "winner",
+    [
+        {"mode": float("nan")},
+        {"options": {"x": [float("inf")]}},
+        {"a": {"b": {"c": {"d": {"e": 1}}}}},
+        {"backend": print},
+    ],
+)
 def test_a_caller_that_would_keep_what_cannot_be_read_back_is_told(winner):
     with pytest.raises(ValueError, match="winner"):
         replace(ENTRY, winner=winner)

@@ -113,6 +113,8 @@ class _Found:
     def _add_members(self, kind: type, names: Iterable[str]) -> None:
         is_framework = _owner(_file_of(kind)) in ("torch", "lightning")
         for name in names:
+            if name.startswith("__annot"):  # from Python 3.14 on a function, which nothing of a step calls
+                continue
             value = vars(kind)[name]
             functions = list(_functions(value))
             for function in functions:  # also of a framework's class: torch.fx makes one, and writes its forward
