@@ -26,8 +26,9 @@ def _same_start():
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path, monkeypatch):
-    """Whatever a Trainer writes without being told where goes into the test's own folder."""
+    """Whatever a run writes without being told where goes into the test's own folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMPILE_PROFILER_CACHE_DIR", str(tmp_path / "verdicts"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,12 @@
 """A small module with the usual hazards, real Trainer runs of it, and everything that a run leaves behind."""
 
 import copy
+import os
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -154,3 +158,15 @@ def sleepy(seconds):
         return run
 
     return backend
+
+
+def as_module(*arguments, **environment):
+    """Run ``python -m compile_profiler`` in a process of its own."""
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "callbacks"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "compile_profiler", *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -4,8 +4,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,11 +16,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from compile_profiler import CompileProfiler, Report
 from compile_profiler.cli import main
+from compile_profiler.recall import Entry, Tried, VerdictCache, default_folder
 from compile_profiler.records import Compiles, Drift, EndToEnd, Environment, Memory, Speedup, Time, Verdict
 from compile_profiler.render import verdict_markdown
 from compile_profiler.runs_on_disk import read_run, report_from_scalars
 from compile_profiler.scalars import scalars
-from runs import Regression, sleepy, train
+from runs import Regression, as_module, sleepy, train
 
 FULL = Report(
     verdict=Verdict(decision="eager", reason="no_gain", message="0.50x, `a|b` <slower>.", step=1234),
@@ -218,16 +219,110 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it(missing, log
     assert "pip install" in shown.stderr
 
 
-def as_module(*arguments, **environment):
-    """Run ``python -m compile_profiler`` in a process of its own."""
-    path = os.pathsep.join([str(Path(__file__).parents[1] / "callbacks"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "compile_profiler", *arguments],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+KEYS = [digits * 8 for digits in ("0123abcd", "0123cdef", "fedc9876")]
+
+
+@pytest.fixture
+def verdicts():
+    """Three verdicts where the command looks for them, the last one forty days old."""
+    kept = VerdictCache(default_folder())
+    graphs = {"target": "step", "mode": "reduce-overhead", "dynamic": None, "fullgraph": False}
+    for key, job, age_days in zip(
+        KEYS, ("ResNet", "an\x1b[31m\n[red]odd\ud800job", "GPT"), (0.125, 1.5, 40), strict=True
+    ):
+        written_s = time.time() - age_days * 86_400
+        tried = Tried(candidate=graphs, compile_s=30.0, speedup=1.875)
+        kept.put(Entry(key=key, job=job, device="H200", winner=graphs, tried=(tried,), when_s=written_s))
+        os.utime(kept.folder / f"{key}.json", (written_s, written_s))
+    return kept
+
+
+def test_cache_list_shows_what_is_kept_the_newest_first(verdicts):
+    shown = called("cache", "list")
+    newest, odd, oldest = [
+        line.split() for line in shown.output.splitlines() if line.strip().startswith(("0123", "fedc"))
+    ]
+
+    assert shown.exit_code == 0
+    assert newest[:3] == ["0123abcd", "ResNet", "H200"]
+    assert newest[-5:-2] == ["1.88x", "3.00", "h"]
+    assert float(newest[-2]) < 1
+    assert odd[:4] == ["0123cdef", "an", "[31m", "[red]odd"]
+    assert oldest[-4:-2] == ["40", "d"]
+    assert shown.output.count("target=step, ") == shown.output.count("mode=reduce-overhead") == 3
+    assert shown.output.endswith(f"3 verdicts in {verdicts.folder}.\n")
+    assert "\x1b" not in shown.output
+
+
+def test_cache_list_says_how_many_files_it_leaves_out(verdicts):
+    (verdicts.folder / f"{KEYS[0]}.json").write_text("damaged")
+    shown = called("cache", "list").output.splitlines()
+
+    assert shown[-2].startswith("2 verdicts in ")
+    assert shown[-1].startswith("1 file there with a verdict's name cannot be used: damaged")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        ([], []),
+        (["0123"], KEYS[2:]),
+        (["0123c"], [KEYS[0], KEYS[2]]),
+        ([KEYS[2]], KEYS[:2]),
+        (["--older-than", "1"], KEYS[:1]),
+        (["--older-than", "30.5"], KEYS[:2]),
+        (["0123", "--older-than", "1"], [KEYS[0], KEYS[2]]),
+        (["--older-than", "1000"], KEYS),
+    ],
+)
+def test_cache_clear_removes_what_it_is_told_to(arguments, left, verdicts):
+    done = called("cache", "clear", *arguments)
+    num_removed = len(KEYS) - len(left)
+
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert [file.stem for file in verdicts.files()] == left
+    assert done.output == f"{num_removed} verdict{'' if num_removed == 1 else 's'} removed from {verdicts.folder}.\n"
+
+
+def test_an_empty_cache_is_listed_and_cleared():
+    shown, done = called("cache", "list"), called("cache", "clear")
+
+    assert (shown.exit_code, shown.output) == (0, f"0 verdicts in {default_folder()}.\n")
+    assert (done.exit_code, done.output) == (0, f"0 verdicts removed from {default_folder()}.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["clear", "xyz"], "KEY must be the beginning of a key as in cache list, got 'xyz'."),
+        (["clear", "../0123"], "KEY must be the beginning of a key"),
+        (["clear", "9999"], "no verdict whose key begins with 9999; cache list shows them."),
+        (["clear", "--older-than", "a week"], "--older-than must be a number of days, 0 or more, got 'a week'."),
+        (["clear", "--older-than", "-1"], "got '-1'"),
+        (["clear", "--older-than", "nan"], "got 'nan'"),
+        (["clear", "--older-than", "inf"], "got 'inf'"),
+    ],
+)
+def test_a_bad_argument_of_cache_costs_one_line_and_exit_code_2(arguments, complaint, verdicts):
+    done = called("cache", *arguments)
+
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert complaint in done.stderr
+    assert len(verdicts.files()) == 3
+
+
+@pytest.mark.parametrize(
+    ("folder", "complaint"),
+    [("~nobody-of-this-name/x", "set COMPILE_PROFILER_CACHE_DIR"), ("file", "Not a directory")],
+)
+@pytest.mark.parametrize("command", ["list", "clear"])
+def test_a_cache_that_cannot_be_there_costs_one_line_and_exit_code_2(folder, complaint, command, monkeypatch):
+    Path("file").write_text("in the way")
+    monkeypatch.setenv("COMPILE_PROFILER_CACHE_DIR", folder)
+    done = called("cache", command)
+
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert complaint in done.stderr
 
 
 def test_the_package_runs_as_a_module():
@@ -235,7 +330,7 @@ def test_the_package_runs_as_a_module():
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Usage: compile-profiler [OPTIONS] COMMAND")
-    assert all(command in done.stdout for command in ("show", "compare", "html", "bench", "doctor"))
+    assert all(command in done.stdout for command in ("show", "compare", "html", "bench", "doctor", "cache"))
 
 
 def test_the_docs_show_the_help_and_a_section_for_each_command():
@@ -244,47 +339,3 @@ def test_the_docs_show_the_help_and_a_section_for_each_command():
 
     assert shown.replace("Usage: main", "Usage: compile-profiler") in docs
     assert set(re.findall(r"^## (\w+)$", docs, re.MULTILINE)) == set(main.commands)
-
-
-@pytest.mark.slow
-def test_doctor_compiles_and_says_so():
-    done = as_module("doctor")
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("This machine can compile.\n")
-    assert "compiling for" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("suppressed", ["0", "1"])
-def test_doctor_names_the_missing_compiler_even_where_torch_would_go_on_in_eager(suppressed):
-    """With errors suppressed torch runs the function in eager without a word: that is not compiling."""
-    done = as_module("doctor", CUDA_VISIBLE_DEVICES="", CXX="/no/such/compiler", TORCHDYNAMO_SUPPRESS_ERRORS=suppressed)
-
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "/no/such/compiler not found" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("This machine cannot compile. There is no C++ compiler: install")
-
-
-@pytest.mark.parametrize(
-    ("environment", "why"),
-    [
-        ({"TORCH_COMPILE_DISABLE": "1"}, "TORCH_COMPILE_DISABLE=1 switches torch.compile off"),
-        ({"CXX": "/bin/sleep"}, "The trial was not done after 0.1 s; --timeout gives it longer."),
-    ],
-)
-def test_doctor_says_what_stands_in_the_way(environment, why):
-    done = as_module("doctor", "--timeout", "0.1", **environment)
-
-    assert (done.returncode, done.stderr) == (1, "")
-    assert why in done.stdout.splitlines()[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that not even root can write to")
-def test_doctor_finds_a_cache_that_cannot_be_written():
-    """The trial has a cache of its own and passes; the next real run would not."""
-    done = as_module("doctor", TORCHINDUCTOR_CACHE_DIR="/proc/sys/kernel")
-
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.splitlines()[-1].startswith("This machine cannot compile. /proc/sys/kernel, 0.0 MiB.")

@@ -37,7 +37,7 @@ RUN_ELSEWHERE = {
     r"cd ": "a clone's folder",
     r"tensorboard --logdir ": "tests/test_browser.py starts it",
     r"compile-profiler bench ": "tests/test_bench.py runs it; it takes a minute",
-    r"compile-profiler doctor": "tests/test_cli.py runs it; it takes half a minute",
+    r"compile-profiler doctor": "tests/test_doctor.py runs it; it takes half a minute",
     r"(\.venv/bin/)?python -m examples\.\w+": "tests/test_examples.py trains them",
     r"(\.venv/bin/)?python -m benchmarks\.\w+": "tests/test_benchmarks.py runs them, smaller",
     r"python3? -m venv ": "the environment of these tests is made by it",

@@ -67,6 +67,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "group": ({"meeting"}, {"torch"}),
     "targets": ({"parts"}, {"torch"}),
     "places": ({"records"}, {"torch"}),
+    "reach": ({"places"}, {"torch"}),
+    "job": ({"records", "checkpoint", "shapes", "reach"}, {"torch"}),
     "causes": ({"records"}, set()),
     "events": ({"records", "places", "causes"}, set()),
     "tally": ({"records"}, set()),
@@ -89,6 +91,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "export": ({"records", "scalars", "render", "host", "loggers"}, set()),
     "runs_on_disk": ({"records", "scalars", "render", "export"}, {"tensorboard"}),
     "comparison": ({"records", "render"}, {"rich"}),
+    "recall": ({"plain"}, set()),
     "page": ({"records", "scalars", "render", "runs_on_disk"}, {"jinja2", "matplotlib"}),
     "doctor": ({"advice", "machine"}, {"torch"}),
     # one fit: what is due, what follows
@@ -210,7 +213,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "bench_run": ({"parts", "host", "callback", "lookup", "render"}, {"torch"}),
     "bench": ({"records", "export", "bench_run"}, set()),
     "cli": (
-        {"render", "runs_on_disk", "comparison", "page", "doctor", "bench", "lookup"},
+        {"render", "runs_on_disk", "comparison", "recall", "page", "doctor", "bench", "lookup"},
         {"click", "rich"},
     ),
     "__main__": ({"cli"}, set()),

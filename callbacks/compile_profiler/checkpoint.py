@@ -52,17 +52,22 @@ def identity(module: nn.Module, config: Mapping[str, Any], environment: Environm
     """
     shapes = [f"{name} {'lazy' if is_lazy(p) else tuple(p.shape)}" for name, p in module.named_parameters()]
     digest = hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
-    # The environment calls every CPU "cpu"; what a compiler makes of one depends on these two.
-    machine = {
-        **environment.to_dict(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-    }
     return {
         "module": f"{type(module).__module__}.{type(module).__qualname__} {digest}",
         "configuration": json.dumps(config, sort_keys=True, default=repr),
-        "machine": json.dumps(machine, sort_keys=True),
+        "machine": json.dumps(machine_of(environment), sort_keys=True),
     }
+
+
+def machine_of(environment: Environment) -> dict[str, Any]:
+    """On what times were measured, in plain values.
+
+    >>> machine_of(Environment(device="cpu"))["device"]
+    'cpu'
+    """
+    # The environment calls every CPU "cpu"; what a compiler makes of one depends on these two.
+    cpu = {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    return {**environment.to_dict(), **cpu}
 
 
 def packed(whose: Mapping[str, str], verdict: Verdict, evidence: Evidence, *, max_pairs: int) -> dict[str, Any]:

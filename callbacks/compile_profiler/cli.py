@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +18,10 @@ from rich.text import Text
 from compile_profiler.bench import BENCH_FILE_NAME, DYNAMIC, Outcome, configurations, measure, write
 from compile_profiler.comparison import blame, caveats, comparison, short_names
 from compile_profiler.doctor import examine, obstacle
-from compile_profiler.lookup import arguments
+from compile_profiler.lookup import RequestError, arguments
 from compile_profiler.page import page
-from compile_profiler.render import one_line, print_grid, print_table
+from compile_profiler.recall import FOLDER_VARIABLE, Entry, VerdictCache, default_folder
+from compile_profiler.render import count, known, one_line, print_grid, print_table, ratio, seconds
 from compile_profiler.runs_on_disk import Run, curves_beside, read_run
 
 _COLUMNS = 3  # of a table: more do not fit beside each other in 100 characters
@@ -152,6 +156,76 @@ def _print_bench(outcomes: Sequence[Outcome], folder: Path) -> None:
         print_grid(hindrances)
     if names:
         click.echo(f"Written: {one_line(str(folder / BENCH_FILE_NAME))}, and a report for each in its folder.")
+
+
+@main.group()
+def cache() -> None:
+    """List or clear what runs keep for the next run of their job."""
+
+
+@cache.command(name="list")
+def list_cache() -> None:
+    """Print the verdicts that are kept, the newest first."""
+    kept = _verdicts()
+    with _one_line_errors():
+        entries, num_files = kept.entries(), len(kept.files())
+    if entries:
+        print_grid(_cache_table(entries))
+    click.echo(f"{count(len(entries), 'verdict')} in {one_line(str(kept.folder))}.")
+    if len(entries) < num_files:
+        told = count(num_files - len(entries), "file")
+        click.echo(f"{told} there with a verdict's name cannot be used: damaged, another version's or another user's.")
+
+
+@cache.command(name="clear")
+@click.argument("prefix", metavar="[KEY]", default="")
+@click.option("--older-than", metavar="DAYS", help="Only verdicts that are at least so old.")
+def clear_cache(prefix: str, older_than: str | None) -> None:
+    """Remove verdicts: all, or those whose key begins with KEY."""
+    kept = _verdicts()
+    with _one_line_errors():
+        if not re.fullmatch("[0-9a-f]{0,64}", prefix):
+            raise RequestError(f"KEY must be the beginning of a key as in cache list, got {prefix!r}.")
+        older_than_s = 0.0 if older_than is None else _days(older_than) * 86_400
+        num_removed = kept.clear(prefix=prefix, older_than_s=older_than_s)
+        if prefix and not num_removed and older_than is None:
+            raise RequestError(f"{kept.folder} has no verdict whose key begins with {prefix}; cache list shows them.")
+    click.echo(f"{count(num_removed, 'verdict')} removed from {one_line(str(kept.folder))}.")
+
+
+def _verdicts() -> VerdictCache:
+    with _one_line_errors():
+        folder = default_folder()
+        if folder is None:
+            raise RequestError(f"there is no home folder to keep verdicts in; set {FOLDER_VARIABLE} to a folder.")
+        return VerdictCache(folder)
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = math.nan
+    if not 0 <= days < math.inf:
+        raise RequestError(f"--older-than must be a number of days, 0 or more, got {text!r}.")
+    return days
+
+
+def _cache_table(entries: Sequence[tuple[Entry, int]]) -> Table:
+    grid = Table(box=SIMPLE)
+    for column in ("key", "job", "device", "winner", "speedup", "age", "size"):
+        is_number = column in ("speedup", "age", "size")
+        grid.add_column(column, justify="right" if is_number else "left", no_wrap=is_number or column == "key")
+    for entry, num_bytes in entries:
+        winner = ", ".join(f"{key}={value}" for key, value in entry.winner.items() if value not in (None, False))
+        cells = (entry.key[:8], entry.job, known(entry.device, str), winner, known(entry.result.speedup, ratio))
+        age = _age(time.time() - entry.when_s)
+        grid.add_row(*(Text(one_line(cell)) for cell in (*cells, age, f"{num_bytes / 1024:.1f} KiB")))
+    return grid
+
+
+def _age(age_s: float) -> str:
+    return f"{age_s / 86_400:,.0f} d" if age_s >= 86_400 else seconds(max(age_s, 0.0))
 
 
 def _read(path: Path) -> Run:
