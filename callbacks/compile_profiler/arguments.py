@@ -25,10 +25,12 @@ class Settings:
     Attributes:
         searches: ``mode="auto"``: which configuration is compiled is found out in the run.
         candidates: those that the user wants to be tried, in this order; empty: the usual ones.
+        remember: keep what a search has found for the next run of the same job.
     """
 
     searches: bool
     candidates: tuple[Candidate, ...]
+    remember: bool
     target: str | tuple[str, ...]
     options: Mapping[str, Any]
     stages: tuple[str, ...]
@@ -99,6 +101,7 @@ def checked(
     target: Any,
     options: dict[str, Any],
     candidates: Any,
+    remember: Any,
     stages: Any,
     warmup_steps: Any,
     min_speedup: Any,
@@ -127,7 +130,14 @@ def checked(
     _check_type("mode", mode, (str, type(None)), "a name or None")
     _check_type("dynamic", options["dynamic"], (bool, type(None)), "True, False or None")
     _check_type("options", options["options"], (Mapping, type(None)), "a mapping or None")
-    flags = {"fullgraph": options["fullgraph"], "fallback": fallback, "heal": heal, "log": log, "verbose": verbose}
+    flags = {
+        "fullgraph": options["fullgraph"],
+        "fallback": fallback,
+        "heal": heal,
+        "remember": remember,
+        "log": log,
+        "verbose": verbose,
+    }
     for name, flag in flags.items():
         _check_type(name, flag, (bool,), "True or False")
     _check_number("warmup_steps", warmup_steps, 0, integral=True)
@@ -155,6 +165,7 @@ def checked(
     _check_compile_options(backend, options["mode"], options["options"])
     return Settings(
         searches=searches,
+        remember=remember,
         candidates=() if candidates is None else checked_candidates(candidates, known_modes=arms.known_modes()),
         target=_checked_target(target),
         options={**options, "options": None if options["options"] is None else dict(options["options"])},

@@ -73,6 +73,8 @@ class CompileProfiler(host.Callback):
         options: as in ``torch.compile``.
         candidates: with ``mode="auto"``, what to try: names as ``"step/reduce-overhead"``, ``"step/default/dynamic"``,
             or mappings with ``target``, ``mode``, ``dynamic``; ``None``: what makes sense here for this module.
+        remember: with ``mode="auto"``, keep what has won on disk, so that the next run of the same job begins with it;
+            ``compile-profiler cache`` lists and clears what is kept.
         stages: ``("train",)``; add ``"validate"`` to compile ``validation_step`` too.
         warmup_steps: clean compiled steps in a row before the first pair.
         min_speedup: below this speedup of forward and backward the run goes back to eager.
@@ -107,6 +109,7 @@ class CompileProfiler(host.Callback):
         fullgraph: bool = False,
         options: Mapping[str, Any] | None = None,
         candidates: Sequence[str | Mapping[str, Any]] | None = None,
+        remember: bool = True,
         stages: Sequence[str] = ("train",),
         warmup_steps: int = 3,
         min_speedup: float = 1.02,
@@ -135,6 +138,7 @@ class CompileProfiler(host.Callback):
                 "options": options,
             },
             candidates=candidates,
+            remember=remember,
             stages=stages,
             warmup_steps=warmup_steps,
             min_speedup=min_speedup,

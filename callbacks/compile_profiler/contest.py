@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from compile_profiler import host
 from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
-from compile_profiler.candidates import TARGETS, Candidate, Choice, candidates_for
+from compile_profiler.candidates import Candidate
 from compile_profiler.duel import Try, Windows
 from compile_profiler.explainer import Explainer
 from compile_profiler.ledger import Ledger
+from compile_profiler.lookout import Lookout
 from compile_profiler.meeting import Finding
 from compile_profiler.notices import first_line
 from compile_profiler.observe import Subject
 from compile_profiler.outlook import Now
-from compile_profiler.parts import submodules
 from compile_profiler.records import Memory, Reason, Sample, Verdict
 from compile_profiler.results import SearchReport
 from compile_profiler.rig import Rig, Stand
 from compile_profiler.search import Search, Settle
-from compile_profiler.shapes import shapes_of
 from compile_profiler.stats import speedup
 from compile_profiler.verdict import judge
 from compile_profiler.windows import StepTimes
 from compile_profiler.workshop import RefusedError, Workshop
-
-LOOK_STEPS = 12
-"""Training steps in eager before the search begins: what a step takes, whether batches vary in shape."""
 
 _BROKEN: dict[str, Reason] = {
     "error": "runtime_error",
@@ -67,8 +63,7 @@ class Contest:
         account: knows the seconds of that.
         times: of real steps.
         tell: prints a line.
-        known: the candidate that has won before, in an earlier part of this training or in another run of it.
-        remembered_s: compile seconds by name of candidate, from earlier runs.
+        lookout: watches the first steps.
     """
 
     def __init__(
@@ -84,8 +79,7 @@ class Contest:
         account: Account,
         times: StepTimes,
         tell: Callable[[str], None],
-        known: Candidate | None = None,
-        remembered_s: Mapping[str, float] | None = None,
+        lookout: Lookout,
     ) -> None:
         self._settings = settings
         self._trainer = trainer
@@ -97,11 +91,8 @@ class Contest:
         self._account = account
         self._times = times
         self._tell = tell
-        self._known = known
-        self._remembered_s = remembered_s
+        self._lookout = lookout
         self._began_s = time.perf_counter()
-        self._shapes: set[str | None] = set()
-        self._num_looked = 0
         self._step_s: float | None = None
         self._home, self._home_subject = rig.active, explainer.observer.subject
         self._entrants: dict[Candidate, _Entrant] = {}
@@ -113,61 +104,18 @@ class Contest:
 
     # -- looking before trying ---------------------------------------------------------------------------------------
 
-    def on_step(self, step: int, *, boundary: bool) -> bool:
-        """A training step has ended; whether the search has begun with it."""
+    def on_step(self, *, boundary: bool) -> bool:
+        """A training step has ended; whether the search begins with it."""
         if self._search is not None:
             return False
-        if self._rig.door.last_call is not None:
-            self._shapes.add(shapes_of(self._rig.door.last_call))
-        self._num_looked += 1
-        if not boundary or self._num_looked < LOOK_STEPS:
+        call = self._rig.door.last_call
+        if not self._lookout.see(call) or not boundary:
             return False
         ordinary = self._times.before_pair()
         self._times.after_pair()
         self._step_s = None if ordinary is None else ordinary.step_s - ordinary.own_s
-        self._search = self._new_search()
+        self._search = self._lookout.search(call, seconds_left=self._seconds_left())
         return True
-
-    def _new_search(self) -> Search:
-        choice = self._choice()
-        return Search(
-            choice.candidates,
-            pruned=choice.pruned,
-            limits=self._settings.limits,
-            num_leaves=sum(not any(True for _ in one.children()) for one in self._module.modules()),
-            known=self._known,
-            remembered_s=self._remembered_s,
-        )
-
-    def _choice(self) -> Choice:
-        """What the user has named, or what makes sense here."""
-        settings = self._settings
-        if settings.candidates:
-            return Choice(settings.candidates)
-        own_target = settings.target != "step"
-        targets: Sequence[str] = TARGETS
-        if own_target:
-            targets = (settings.target if isinstance(settings.target, str) else "forward",)
-        choice = candidates_for(
-            self._trainer.strategy.root_device.type,
-            has_blocks=self._has_blocks(),
-            shapes_vary=len(self._shapes) > 1,
-            seconds_left=self._seconds_left(),
-            targets=targets,
-            no_graphs=None if self._module.automatic_optimization else "the step moves optimizers itself",
-        )
-        kept = [one for one in choice.candidates if settings.options["backend"] == "inductor" or one.mode is None]
-        if own_target:
-            kept = [replace(one, target=settings.target) for one in kept]
-        if settings.options["dynamic"] is not None:
-            kept = list(dict.fromkeys(replace(one, dynamic=settings.options["dynamic"]) for one in kept))
-        return Choice(tuple(kept), choice.pruned)
-
-    def _has_blocks(self) -> bool:
-        try:
-            return bool(submodules(self._module, "blocks"))
-        except ValueError:
-            return False
 
     def _seconds_left(self) -> float | None:
         left_s = host.seconds_left(self._trainer, self._step_s or self._ledger.ordinary_s)
@@ -247,6 +195,9 @@ class Contest:
         search = self._search
         if search is None:
             return self._so_far(step, "looking at the first steps")
+        if self._lookout.knows_eager_wins:
+            told = "In an earlier run of this job no configuration gained (compile-profiler cache clear forgets that)"
+            return self._settle(Settle(None, "no_gain", f"{told}; training goes on in eager."), step)
         self._hear_windows(search)
         self._judge_incumbent(search, step, common)
         now = Now(
@@ -339,6 +290,8 @@ class Contest:
 
     def _settle(self, action: Settle, step: int) -> Verdict:
         self.settled = action
+        if not self._lookout.knows_eager_wins:
+            self._lookout.remember(action, self.report())
         if action.candidate is None:
             tried = [one for one in self._entrants.values() if any(sample.void is None for sample in one.samples)]
             if tried:  # what came closest

@@ -194,12 +194,14 @@ and hardly save more than 6 s; training goes on in eager.'
             message: what has happened, in a phrase.
         """
         trial = self._trials[candidate]
-        trial.failed = reason
+        was_incumbent, trial.failed = trial is self._incumbent, reason
         self._drop(trial, f"{reason}: {message}" if message else reason)
         self._settled = None
         for other in self._trials.values():
-            if other.lost_to is trial and other.status == "dropped":
+            if other.status == "skipped" or (other.lost_to is trial and other.status == "dropped"):
                 other.status, other.why, other.lost_to = "untried", "", None
+        if was_incumbent and self._duel is not None:  # its rival is gone: from now on against eager
+            self._begin(self._duel.challenger)
 
     # -- what is next ------------------------------------------------------------------------------------------------
 

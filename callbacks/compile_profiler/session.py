@@ -22,6 +22,7 @@ from compile_profiler.first_steps import FirstSteps
 from compile_profiler.group import Group, LostError
 from compile_profiler.judgement import Judgement, is_failure, packed, unpacked
 from compile_profiler.ledger import Ledger
+from compile_profiler.lookout import Lookout
 from compile_profiler.meeting import Exchange, Meeting, alone, first_voice, largest
 from compile_profiler.notices import not_finite
 from compile_profiler.records import Reason, Remedy, Report, Stage, Verdict
@@ -150,7 +151,14 @@ class Session:
             account=self._account,
             times=self._times,
             tell=self._export.tell,
-            known=self._known,
+            lookout=Lookout(
+                self._settings,
+                self._module,
+                device_type=self._clock.device.type,
+                moves_optimizers=not self._module.automatic_optimization,
+                environment=self._environment,
+                known=self._known,
+            ),
         )
 
     @property
@@ -293,7 +301,7 @@ class Session:
             self._meeting.count(boundary=boundary)
             self._num_since_validation += int(boundary)
             if self._search is not None:
-                self._account.news |= self._search.on_step(self._step, boundary=boundary)
+                self._account.news |= self._search.on_step(boundary=boundary)
             if self._times.alternates and self._search is not None:
                 self._search.switch(self._times.arm)
             elif self._times.alternates:
