@@ -170,6 +170,65 @@ def test_pairs_are_compared_within_one_shape():
     assert action == Measure(GRAPHS)  # 1.6x is ahead of 1.5x, whatever short batches gain
 
 
+def test_pairs_without_times_of_launching_or_of_steps_do():
+    """As on a CPU, and where no window has ended between two pairs."""
+    search = search_of(STEP)
+    for number in range(9):
+        search.next(HOUR)
+        step_s = 0.03 if number % 2 else None
+        search.saw_pair(Sample(step=number, eager_s=0.025, compiled_s=0.0125, step_s=step_s), 0.2)
+
+    end = search.next(HOUR)
+
+    assert end.candidate == STEP
+    assert row(search, STEP).end_to_end == pytest.approx(0.03 / 0.0175)
+
+
+def test_without_the_time_of_any_step_windows_decide():
+    search = search_of(STEP)
+    for number in range(9):
+        search.next(HOUR)
+        search.saw_pair(Sample(step=number, eager_s=0.025, compiled_s=0.0125), 0.2)
+
+    assert search.next(HOUR) == Windows(None, STEP)
+    search.failed(STEP, "runtime_error")
+    assert row(search, STEP).end_to_end is None
+
+
+def test_what_seems_to_lose_in_pairs_that_decide_nothing_is_not_tried_in_real_steps():
+    search = search_of(STEP)
+    for number in range(MAX_PAIRS):
+        assert isinstance(search.next(HOUR), (Try, Measure))
+        search.saw_pair(pair(0.9 if number % 3 else 1.1, step_s=0.03), 0.1)
+
+    assert search.next(HOUR).candidate is None
+    assert row(search, STEP).why == f"0.90x eager in a pass, by {MAX_PAIRS} pairs"
+
+
+def test_an_incumbent_with_too_few_pairs_is_measured_again():
+    """Nine have shown that it beats eager; to lose or win against another it needs as many as that one."""
+    search = search_of(STEP, GRAPHS)
+
+    _, asked = go_on(search, {STEP: 2.0, GRAPHS: 1.4})
+
+    assert asked.index(Try(GRAPHS)) < max(n for n, action in enumerate(asked) if action == Measure(STEP))
+    assert row(search, STEP).num_pairs == row(search, GRAPHS).num_pairs == 11
+
+
+def test_batches_that_never_meet_are_not_compared():
+    """The incumbent has met batches of one shape only, the challenger of another: real steps tell."""
+    search = search_of(STEP, GRAPHS)
+    go_on(search, {STEP: 2.0}, until=Try)
+    asked = []
+    while not isinstance(action := search.next(HOUR), Windows):
+        asked.append(action)
+        search.saw_pair(pair(1.9, shape="long" if search.challenger == action.candidate else "", step_s=0.02), 0.1)
+
+    assert action == Windows(STEP, GRAPHS)
+    assert len(asked) <= 2 * MAX_PAIRS
+    assert row(search, GRAPHS).num_pairs == row(search, STEP).num_pairs == MAX_PAIRS
+
+
 # -- trouble ----------------------------------------------------------------------------------------------------------
 
 

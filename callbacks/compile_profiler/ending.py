@@ -19,9 +19,7 @@ def kept(trial: Trial, others: Sequence[Trial], *, is_sure: bool, limits: Limits
         is_sure: the last comparison was decided by evidence, not by an estimate.
         limits: of the callback.
     """
-    figures = f"{times(trial.log_ratio)} eager in a pass"
-    if trial.log_step_ratio is not None:
-        figures += f" and {times(trial.log_step_ratio)} in a whole step"
+    figures = f"{times(trial.log_ratio)} eager in a pass and {times(trial.log_step_ratio)} in a whole step"
     num = 1 + sum(one.status == "dropped" for one in others)
     tried = "the only one tried" if num == 1 else f"the best of {num} tried"
     by = "" if is_sure else ", by estimate"
