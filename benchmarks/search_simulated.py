@@ -209,6 +209,12 @@ class Run:
     tried: tuple[str, ...]
     compile_s: float
     settled: bool
+    search: Search
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that compiling was expected to take."""
+        return sum(one.expected_compile_s or 0.0 for one in self.search.report().candidates)
 
 
 @dataclass
@@ -335,6 +341,7 @@ def simulate(
         tried=tuple(world.compile_s),
         compile_s=sum(world.compile_s.values()),
         settled=isinstance(action, Settle),
+        search=search,
     )
 
 

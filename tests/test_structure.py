@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "duel": ({"records", "results", "verdict", "candidates", "trial"}, set()),
     "purse": ({"outlook"}, set()),
     "scout": ({"records", "candidates", "outlook", "trial", "duel", "purse"}, set()),
-    "ending": ({"records", "outlook", "trial"}, set()),
+    "ending": ({"records", "outlook", "trial", "verdict"}, set()),
     "search": (
         {"candidates", "duel", "ending", "outlook", "purse", "records", "results", "scout", "trial", "verdict"},
         set(),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from compile_profiler.candidates import Candidate
 from compile_profiler.records import Sample
@@ -34,7 +36,7 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Take another pair of eager with this candidate."""
+    """Take another pair of eager with this candidate, the challenger or an incumbent that has too few of them."""
 
     candidate: Candidate
 
@@ -49,7 +51,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Won:
-    """The challenger is the better one: by evidence, or only by estimate."""
+    """The challenger is the better one: with the user's confidence in this last comparison, or only by estimate."""
 
     is_sure: bool
 
@@ -67,19 +69,20 @@ class Duel:
 
     Args:
         challenger: who is measured.
-        rival: whom it has to beat; ``None``: eager, which it has to beat in any case.
+        rival: whom it has to beat; ``None``: eager.
         limits: of the callback.
-        confidences: of three comparisons: pairs with eager, pairs with the rival's pairs, windows.
+        confidence: gives the confidence of one more comparison.
     """
 
     def __init__(
-        self, challenger: Trial, rival: Trial | None, *, limits: Limits, confidences: tuple[float, float, float]
+        self, challenger: Trial, rival: Trial | None, *, limits: Limits, confidence: Callable[[], float]
     ) -> None:
         self.challenger = challenger
         self._rival = rival
         self._limits = limits
-        self._with_eager, self._with_rival, self._in_steps = confidences
-        self._in_windows = False
+        self._confidence = confidence
+        self._in_pairs = confidence()
+        self._in_steps: float | None = None  # of windows, once they are asked for
         self._num_void_couples = 0
 
     def saw_couple(self, sample: Sample) -> None:
@@ -96,49 +99,51 @@ class Duel:
             hurry: no more pairs than necessary.
         """
         one = self.challenger
-        if one.compile_s is None and not one.samples:
+        if not one.is_begun:
             return Try(one.candidate)
         if one.num_void_in_a_row >= MAX_VOID:
             return Lost(f"{MAX_VOID} pairs in a row were void ({one.samples[-1].void})")
-        found = None if self._in_windows else self._by_pairs(hurry=hurry)
-        self._in_windows = found is None
-        return self._by_windows() if found is None else found
+        found = self._by_pairs(hurry=hurry) if self._in_steps is None else None
+        if found is not None:
+            return found
+        self._in_steps = self._in_steps or self._confidence()
+        return self._by_windows(self._in_steps)
 
     def _by_pairs(self, *, hurry: bool) -> Measure | Won | Lost | None:
         """``None``: pairs do not settle it."""
         one, rival, num = self.challenger, self._rival, len(self.challenger.log_ratios)
-        max_num, margin = min(MAX_PAIRS, self._limits.max_pairs), self._limits.min_speedup
-        outcome = outcome_of(one.log_ratios, min_speedup=margin, confidence=self._with_eager, max_num=max_num)
-        if outcome == "no_gain":
-            return Lost(f"{times(one.log_ratio)} eager in a pass, below the {margin:.2f}x asked for")
-        won, is_open = outcome == "gain", outcome == "pending"
-        if rival is not None:
-            ahead = one.differences(rival)
-            faster = outcome_of(ahead, min_speedup=1.0, confidence=self._with_rival, max_num=max_num)
-            slower = outcome_of(ahead, min_speedup=1 / NEAR, confidence=self._with_rival, max_num=max_num)
-            if slower == "no_gain":
-                return Lost(f"{times(statistics.median(ahead))} {rival.name} in a pass", to_rival=True)
-            won, is_open = faster == "gain", faster == "pending" and len(ahead) == num
-        if num < min(MIN_PAIRS, max_num) or (is_open and not hurry):
+        max_num = min(MAX_PAIRS, self._limits.max_pairs)
+        if rival is None:
+            ahead, than, margin = one.log_ratios, EAGER, self._limits.min_speedup
+            to_lose = margin
+        else:
+            ahead, than, margin, to_lose = one.differences(rival), rival.name, 1.0, 1 / NEAR
+        outcome_at = partial(outcome_of, ahead, confidence=self._in_pairs, max_num=max_num)
+        if outcome_at(min_speedup=to_lose) == "no_gain":
+            return Lost(f"{times(statistics.median(ahead))} {than} in a pass", rival is not None)
+        outcome = outcome_at(min_speedup=margin)
+        if num < min(MIN_PAIRS, max_num):
             return Measure(one.candidate)
-        if not won and rival is not None and statistics.median(ahead) < -math.log(NEAR):
-            return Lost(
-                f"{times(statistics.median(ahead))} {rival.name} in a pass, in {len(ahead)} pairs", to_rival=True
-            )
+        if outcome == "pending" and not hurry:
+            if rival is not None and len(ahead) < num and len(rival.log_ratios) < max_num:
+                return Measure(rival.candidate)
+            if num < max_num:
+                return Measure(one.candidate)
         gain = one.estimated_gain()
-        if won and gain is not None and gain[0] >= math.log(CLEAR_GAIN):
+        if outcome == "gain" and gain is not None and gain[0] >= math.log(CLEAR_GAIN):
             return Won(is_sure=True)
-        if not won and rival is None and (one.log_ratio or 0.0) < -math.log(NEAR):
-            return Lost(f"{times(one.log_ratio)} eager in a pass, no gain in {num} pairs")
+        if outcome != "gain" and rival is None and (one.log_ratio or 0.0) < -math.log(NEAR):
+            return Lost(f"{times(one.log_ratio)} {than} in a pass, by {num} pairs")
         return None
 
-    def _by_windows(self) -> Windows | Won | Lost:
+    def _by_windows(self, confidence: float) -> Windows | Won | Lost:
         one, rival = self.challenger, self._rival
         margin = self._limits.min_speedup if rival is None else 1.0
-        outcome = outcome_of(one.couples, min_speedup=margin, confidence=self._in_steps, max_num=MAX_COUPLES)
+        outcome_at = partial(outcome_of, one.couples, min_speedup=margin, max_num=MAX_COUPLES)
+        outcome = outcome_at(confidence=confidence)
         if outcome == "pending" and self._num_void_couples < MAX_VOID:
             return Windows(None if rival is None else rival.candidate, one.candidate)
         log_ratio = statistics.median(one.couples) if one.couples else 0.0
-        if outcome == "gain" or (outcome != "no_gain" and log_ratio > math.log(margin) / 2):
-            return Won(is_sure=outcome == "gain")
+        if outcome != "no_gain" and log_ratio > 0:
+            return Won(is_sure=outcome_at(confidence=self._limits.confidence) == "gain")
         return Lost(f"{times(log_ratio)} {EAGER if rival is None else rival.name} in real steps", rival is not None)

@@ -6,19 +6,29 @@ from collections.abc import Sequence
 
 from compile_profiler.outlook import Prospect
 from compile_profiler.records import Reason
-from compile_profiler.trial import Trial, times
+from compile_profiler.trial import Trial, outcome_of, times
+from compile_profiler.verdict import Limits
 
 
-def kept(trial: Trial, others: Sequence[Trial], *, is_sure: bool) -> tuple[Reason, str]:
-    """Reason and message where a candidate has won."""
-    figures = f"{times(trial.log_ratio)} eager in a pass"
-    if trial.log_step_ratio is not None:
-        figures += f" and {times(trial.log_step_ratio)} in a whole step"
+def kept(trial: Trial, others: Sequence[Trial], *, is_sure: bool, limits: Limits) -> tuple[Reason, str]:
+    """Reason and message where a candidate has won.
+
+    Args:
+        trial: which.
+        others: candidates that were tried, too.
+        is_sure: the last comparison was decided by evidence, not by an estimate.
+        limits: of the callback.
+    """
+    figures = f"{times(trial.log_ratio)} eager in a pass and {times(trial.log_step_ratio)} in a whole step"
     num = 1 + sum(one.status == "dropped" for one in others)
     tried = "the only one tried" if num == 1 else f"the best of {num} tried"
-    reason: Reason = "gain" if is_sure else "inconclusive"
-    doubt = "" if is_sure else ", too close to call"
-    return reason, f"{trial.name} is {figures} ({tried}{doubt}); kept."
+    by = "" if is_sure else ", by estimate"
+    gains = outcome_of(
+        trial.log_ratios, min_speedup=limits.min_speedup, confidence=limits.confidence, max_num=limits.max_pairs
+    )
+    # The winner was compared with the one before it; the verdict's word is on eager.
+    reason: Reason = "gain" if gains == "gain" or (is_sure and num == 1) else "inconclusive"
+    return reason, f"{trial.name} is {figures} ({tried}{by}); kept."
 
 
 def gave_up(

@@ -8,9 +8,10 @@ incumbent or is dropped, and the loser's compiled code can go: two compiled arms
   run and what finding out is likely to cost, if that is positive and there is room for it in the budget. So a short run
   compiles nothing, a job that Python holds up goes to CUDA graphs without trying the default mode first, one that the
   device holds up never tries them, and autotuning is left to runs of hours.
-* **Pairs** (`duel`) compare it with eager (margin ``min_speedup``) and, pair by pair, with a compiled incumbent. What
-  loses either is dropped; against a compiled incumbent only by more than 3 %, because a pass does not show what else a
-  step hides. What wins, and whose whole step is estimated to gain more than 15 %, is the incumbent at once.
+* **Pairs** (`duel`) compare it with eager (margin ``min_speedup``), or, pair by pair, with a compiled incumbent that
+  has beaten eager before. What loses is dropped; against a compiled incumbent only by more than 5 %, because a pass
+  does not show what else a step hides. What wins, and whose whole step is estimated to gain more than 15 %, is the
+  incumbent at once.
 * **Windows** of real steps, incumbent and challenger in turn, decide all else: what pairs have left open, and gains
   that the rest of a step may swallow. Twelve couples at most; if these do not decide, their median does. That the
   winner meets each challenger at once, not all finalists at the end, keeps losers out of memory and lets training run
@@ -28,7 +29,7 @@ come to the same actions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compile_profiler.candidates import Candidate, Pruned
 from compile_profiler.duel import Duel, Lost, Measure, Try, Windows, Won
@@ -100,6 +101,7 @@ and hardly save more than 6 s; training goes on in eager.'
         self._purse = Purse(search_budget)
         self._scout = Scout(self._trials, self._purse, num_leaves=num_leaves, remembered_s=remembered_s or {})
         self._duel: Duel | None = None
+        self._asked: Trial | None = None  # whose pair is asked for
         self._incumbent: Trial | None = None
         self._is_sure = False  # the incumbent has won by evidence, not only by estimate
         self._num_comparisons = 0
@@ -148,20 +150,23 @@ and hardly save more than 6 s; training goes on in eager.'
     def compiled(self, candidate: Candidate, seconds: float) -> None:
         """Compiling the candidate has taken so many more seconds; call it whenever something of it was compiled."""
         trial = self._trials[candidate]
+        trial.is_begun = True
         trial.compile_s = (trial.compile_s or 0.0) + seconds
         self._purse.spent_s += seconds
 
     def saw_pair(self, sample: Sample, seconds: float) -> None:
-        """A pair of eager with the challenger, void or not.
+        """The pair that was asked for, void or not.
 
         Args:
             sample: ``step_s`` is that of training, whatever it ran on.
             seconds: what the pair took in all, without those reported by ``compiled``.
         """
         assert self._duel is not None
-        trial, drift = self._duel.challenger, sample.drift
+        assert self._asked is not None
+        trial, drift = self._asked, sample.drift
         self._purse.spent_s += seconds
-        trial.add_pair(sample, self._incumbent)
+        # The incumbent's own step is known from when it was the challenger, compared with what was beaten then.
+        trial.add_pair(sample if trial is self._duel.challenger else replace(sample, step_s=None), self._incumbent)
         if drift is not None and drift.eager_finite and drift.compiled_finite is False:
             self.failed(trial.candidate, "non_finite", "gave NaN or infinity where eager gave finite numbers")
         elif drift is not None and self._limits.drift == "fallback" and persistent_drift(trial.samples):
@@ -227,6 +232,8 @@ and hardly save more than 6 s; training goes on in eager.'
             elif isinstance(found, Lost):
                 self._drop(self._duel.challenger, found.why, lost_to=self._incumbent if found.to_rival else None)
             else:
+                if not isinstance(found, Windows):
+                    self._asked = self._trials[found.candidate]
                 return found
         return self._settled
 
@@ -240,18 +247,15 @@ and hardly save more than 6 s; training goes on in eager.'
         return self._scout.choose(self._incumbent, self._now)
 
     def _begin(self, trial: Trial) -> None:
-        trial.status, trial.why, trial.step = "tried", "", self._now.step
+        trial.status, trial.why, trial.step, trial.is_begun = "tried", "", self._now.step, False
         trial.expected_compile_s = self._scout.expected_compile_s(trial.candidate)
         trial.couples, trial.gains, trial.base = [], [], self._log_step_ratio
-        num = 2 if self._incumbent is None else 3
-        shares = [self._confidence(self._num_comparisons + k) for k in range(1, num + 1)]
-        self._num_comparisons += num
-        confidences = shares[0], shares[-2], shares[-1]
-        self._duel = Duel(trial, self._incumbent, limits=self._limits, confidences=confidences)
+        self._duel = Duel(trial, self._incumbent, limits=self._limits, confidence=self._next_confidence)
 
-    def _confidence(self, k: int) -> float:
-        """Of the k-th comparison: what all of them may err adds up to what the user allows."""
-        return 1 - (1 - self._limits.confidence) / (k * (k + 1))
+    def _next_confidence(self) -> float:
+        """Of one more comparison: what all of them may err adds up to what the user allows."""
+        self._num_comparisons += 1
+        return 1 - (1 - self._limits.confidence) / (self._num_comparisons * (self._num_comparisons + 1))
 
     def _adopt(self, trial: Trial, *, is_sure: bool) -> None:
         beaten = self._incumbent
@@ -285,7 +289,7 @@ and hardly save more than 6 s; training goes on in eager.'
             trial.status = "skipped"
         dropped = [trial for trial in self._trials.values() if trial.status == "dropped"]
         if self._incumbent is not None:
-            reason, message = kept(self._incumbent, dropped, is_sure=self._is_sure)
+            reason, message = kept(self._incumbent, dropped, is_sure=self._is_sure, limits=self._limits)
             return Settle(self._incumbent.candidate, reason, message)
         prospects = [(trial, self._scout.prospect(trial, None, self._now)) for trial in left_out]
         budget_s = self._purse.budget_s or 0.0

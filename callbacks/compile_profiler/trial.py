@@ -108,6 +108,7 @@ class Trial:
         self.compile_s: float | None = None
         self.expected_compile_s: float | None = None
         self.peak_bytes: int | None = None
+        self.is_begun = False  # something was heard of it since it was chosen
         self.samples: list[Sample] = []
         self.log_ratios: list[float] = []  # of the usable pairs
         self.num_void_in_a_row = 0
@@ -141,6 +142,7 @@ class Trial:
 
     def add_pair(self, sample: Sample, running: Trial | None) -> None:
         """A pair of eager with this one, taken while training ran on ``running`` (``None``: on eager)."""
+        self.is_begun = True
         self.samples.append(sample)
         if sample.void is not None:
             self.num_void_in_a_row += 1
