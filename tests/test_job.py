@@ -331,6 +331,24 @@ def ragged():
     return [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]
 
 
+def entangled():
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n == 1 or even(n - 1)
+
+    return even
+
+
+def test_functions_that_hold_each_other_are_read_once():
+    module = Holder(nn.ReLU())
+    module.entangled = entangled()
+
+    assert isinstance(job(module), Job)
+    assert job(module) != job(Holder(nn.ReLU()))
+
+
 def looped():
     batch = []
     batch.append(batch)
