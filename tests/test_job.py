@@ -8,10 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
+from compile_profiler import CompileProfiler
 from compile_profiler.job import Job, job_of
 from compile_profiler.records import Environment
 from runs import Regression, train
@@ -201,7 +203,7 @@ def test_instances_copies_and_pickled_modules_have_the_same_key():
     with torch.no_grad():
         again.net.conv.weight.zero_()  # weights do not count
 
-    assert job(module) == job(again) == SAME
+    assert job(module) == job(again.eval()) == SAME
 
 
 def test_another_process_finds_the_same_key(tmp_path):
@@ -243,6 +245,27 @@ def test_a_run_changes_neither_the_key_nor_does_the_key_change_the_run():
     trained, _ = train(Regression, max_steps=40)
 
     assert job(trained, [torch.ones(2, 8), torch.ones(2, 1)]) == before
+
+
+class Recognises(pl.Callback):
+    """Asks for the key in the midst of a run, whose batch is what its module gets."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.found = job(pl_module, batch)
+
+
+@pytest.mark.parametrize("target", ["step", "forward", ["net"]])
+def test_what_the_callback_puts_on_a_module_does_not_change_the_key(target):
+    """The first batch, which is part of the key, comes when the compiled step is already there."""
+    alone, watched = Recognises(), Recognises()
+    train(Regression, [alone], max_steps=4)
+    profiler = CompileProfiler(target=target, backend="eager", verbose=False)
+
+    train(Regression, [profiler, watched], max_steps=4)
+
+    assert profiler.report.compiles.graphs > 0
+    assert isinstance(alone.found, Job)
+    assert watched.found == alone.found
 
 
 def test_a_module_that_the_user_compiled_is_another_job():
@@ -306,6 +329,24 @@ class Shy:
 
 def ragged():
     return [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]
+
+
+def entangled():
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n == 1 or even(n - 1)
+
+    return even
+
+
+def test_functions_that_hold_each_other_are_read_once():
+    module = Holder(nn.ReLU())
+    module.entangled = entangled()
+
+    assert isinstance(job(module), Job)
+    assert job(module) != job(Holder(nn.ReLU()))
 
 
 def looped():

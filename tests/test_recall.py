@@ -358,6 +358,7 @@ def test_clearing_takes_what_was_asked_for(cache):
     assert cache.clear(older_than_s=1e12) == 0
     assert [file.stem for file in cache.files()] == keys[1:]
     (cache.folder / f"{keys[2]}.json").write_text("damaged")
+    os.utime(cache.folder / f"{keys[1]}.json", (4e9, 4e9))
     assert cache.clear() == 2
     assert [file.name for file in cache.folder.iterdir()] == ["notes.json"]
 

@@ -186,7 +186,7 @@ def clear_cache(prefix: str, older_than: str | None) -> None:
     with _one_line_errors():
         if not re.fullmatch("[0-9a-f]{0,64}", prefix):
             raise RequestError(f"KEY must be the beginning of a key as in cache list, got {prefix!r}.")
-        older_than_s = 0.0 if older_than is None else _days(older_than) * 86_400
+        older_than_s = None if older_than is None else _days(older_than) * 86_400
         num_removed = kept.clear(prefix=prefix, older_than_s=older_than_s)
         if prefix and not num_removed and older_than is None:
             raise RequestError(f"{kept.folder} has no verdict whose key begins with {prefix}; cache list shows them.")

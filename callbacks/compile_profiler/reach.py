@@ -129,16 +129,18 @@ class _Found:
             self._names |= names
             self._note("function", _bytecode(function.__code__), *map(_told, _held(function)))
             if owner == "user":  # what a library's function calls is the library's
-                self._add_globals(function.__globals__, names, ())
+                self._add_globals(function.__globals__, names, set())
 
-    def _add_globals(self, namespace: Mapping[str, Any], names: set[str], inside: tuple[str, ...]) -> None:
+    def _add_globals(self, namespace: Mapping[str, Any], names: set[str], done: set[str]) -> None:
         for name in names & namespace.keys():
             value = namespace[name]
             if isinstance(value, int):
                 self._note("number", name, repr(value))
             elif isinstance(value, types.ModuleType):
-                if value.__name__ not in inside and _owner(getattr(value, "__file__", None) or "<built in>") == "user":
-                    self._add_globals(vars(value), names, (*inside, value.__name__))
+                is_users = _owner(getattr(value, "__file__", None) or "<built in>") == "user"
+                if is_users and value.__name__ not in done:  # modules import each other
+                    done.add(value.__name__)
+                    self._add_globals(vars(value), names, done)
             else:
                 self.add(value)
 
@@ -152,8 +154,12 @@ class _Found:
         return True
 
 
-def _functions(value: Any, depth: int = 0) -> Iterator[types.FunctionType]:
+def _functions(value: Any, seen: set[int] | None = None) -> Iterator[types.FunctionType]:
     """The Python functions that calling a value, or looking it up in a class, may run."""
+    seen = set() if seen is None else seen  # functions hold each other
+    if id(value) in seen:
+        return
+    seen.add(id(value))
     if isinstance(value, types.FunctionType):
         yield value
         # What a decorator wraps is in its closure.
@@ -170,8 +176,8 @@ def _functions(value: Any, depth: int = 0) -> Iterator[types.FunctionType]:
         inner = (value.__wrapped__,)
     else:
         return
-    for each in inner if depth < _MAX_DEPTH else ():
-        yield from _functions(each, depth + 1)
+    for each in inner:
+        yield from _functions(each, seen)
 
 
 def _held(function: types.FunctionType) -> list[Any]:

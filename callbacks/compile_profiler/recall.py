@@ -186,17 +186,18 @@ class VerdictCache:
         """
         return sorted(file for file in self._all_files() if file.suffix == ".json" and _KEY.fullmatch(file.stem))
 
-    def clear(self, *, prefix: str = "", older_than_s: float = 0.0) -> int:
+    def clear(self, *, prefix: str = "", older_than_s: float | None = None) -> int:
         """Remove entries, damaged ones too; how many.
 
         Args:
             prefix: only those whose key begins with it.
-            older_than_s: only those that were written so many seconds ago or earlier.
+            older_than_s: only those that were written so many seconds ago or earlier; ``None``: also those that a clock
+                ahead of this one has written.
 
         Raises:
             OSError: the folder cannot be read, or an entry not removed.
         """
-        latest_s = time.time() - older_than_s
+        latest_s = inf if older_than_s is None else time.time() - older_than_s
         chosen = [file for file in self.files() if file.name.startswith(prefix) and _written_s(file) <= latest_s]
         for file in chosen:
             file.unlink(missing_ok=True)
