@@ -47,6 +47,7 @@ class _Entrant:
     settings: Settings
     samples: list[Sample] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
+    is_released: bool = False
 
 
 class Contest:
@@ -97,6 +98,7 @@ class Contest:
         self._home, self._home_subject = rig.active, explainer.observer.subject
         self._entrants: dict[Candidate, _Entrant] = {}
         self._told: Candidate | None = None
+        self._asked: Candidate | None = None  # whose pairs are taken
         self._search: Search | None = None
         self.settled: Settle | None = None
         rig.enable(False)
@@ -130,8 +132,8 @@ class Contest:
 
     @contextmanager
     def pair(self) -> Iterator[None]:
-        """What is compiled inside is the challenger's."""
-        entrant = self._challenger
+        """What is compiled inside is that of the candidate whose pair it is."""
+        entrant = None if self._asked is None else self._entrants.get(self._asked)
         if entrant is None:
             yield
             return
@@ -142,11 +144,11 @@ class Contest:
             self._follow(self._active)
 
     def saw_pair(self, sample: Sample, seconds: float, compile_s: float) -> None:
-        """A pair with the challenger: seconds in all, and of these what compiling took."""
-        search, entrant = self._search, self._challenger
-        if search is None or entrant is None or search.challenger is None:
+        """The pair that was asked for: seconds in all, and of these what compiling took."""
+        search, candidate = self._search, self._asked
+        if search is None or candidate is None or search.challenger is None:
             return
-        candidate = search.challenger
+        entrant = self._entrants[candidate]
         if compile_s:
             search.compiled(candidate, compile_s)
         if sample.step_s is not None:
@@ -161,9 +163,9 @@ class Contest:
         compiles = entrant.subject.tally.compiles()
         if sample.void in _BROKEN:
             self._fail(candidate, *self._why_broken(sample.void, entrant))
-        elif search.challenger == candidate and compiles.limit_hits:
+        elif candidate in search.alive and compiles.limit_hits:
             self._fail(candidate, "recompile_limit", "the recompile limit was reached")
-        elif search.challenger == candidate and sample.void is None and compiles.graphs == 0:
+        elif candidate in search.alive and sample.void is None and compiles.graphs == 0:
             self._fail(candidate, "nothing_compiled", "the compiler made no graph")
 
     def _why_broken(self, void: str, entrant: _Entrant) -> tuple[Reason, str]:
@@ -216,8 +218,8 @@ class Contest:
             self._ledger.show(self._active.samples, self._active.memory)
         if isinstance(action, Settle):
             return self._settle(action, step)
-        entrant = self._entrants[action.challenger if isinstance(action, Windows) else action.candidate]
-        self._rig.measure(entrant.stand)
+        self._asked = action.challenger if isinstance(action, Windows) else action.candidate
+        self._rig.measure(self._entrants[self._asked].stand)
         if isinstance(action, Windows):
             self._rig.pairs = None  # nothing but windows
             self._times.alternate(eager_is_free=action.incumbent is None)
@@ -225,7 +227,10 @@ class Contest:
         return self._so_far(step, self._progress(search))
 
     def _enter(self, candidate: Candidate) -> bool:
-        """Make the candidate's arm; whether that was possible."""
+        """Make the candidate's arm, if it has none; whether that was possible."""
+        earlier = self._entrants.get(candidate)
+        if earlier is not None and not earlier.is_released:
+            return True
         settings = self._settings.of(candidate)
         try:
             obstacle = self._workshop.obstacle(settings)
@@ -238,6 +243,8 @@ class Contest:
         stand = self._rig.stand(arm, self._workshop.matching(settings), quietly=True)
         target = host.target_for(self._module, settings.target)
         self._entrants[candidate] = _Entrant(stand, self._explainer.new_subject(target), settings)
+        if earlier is not None:  # tried again, because what it had lost to cannot be used
+            self._entrants[candidate].samples += earlier.samples
         self._tell(f"trying {candidate.name}; training goes on meanwhile.")
         return True
 
@@ -302,6 +309,10 @@ class Contest:
             )
         entrant = self._entrants[action.candidate]
         self._rig.measure(entrant.stand)
+        if entrant.stand.pairs is not None:
+            entrant.stand.pairs.tell = host.warn
+        if self._settings.end_to_end == "windows":
+            self._times.alternate()
         self._release_others()
         config = entrant.settings.config
         if entrant.stand.arm.compiled_names:
@@ -340,8 +351,9 @@ class Contest:
         """Compiled code that nobody needs any more; freed by torch once nothing refers to it."""
         assert self._search is not None
         for candidate, entrant in self._entrants.items():
-            if candidate not in self._search.alive:
+            if candidate not in self._search.alive and not entrant.is_released:
                 entrant.stand.release()
+                entrant.is_released = True
 
     def release(self) -> None:
         """All compiled code; may be called twice."""

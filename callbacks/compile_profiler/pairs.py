@@ -69,7 +69,7 @@ class Pairs:
         self._compares = compares
         self._together = together
         self._validation = validation
-        self._tell = tell
+        self.tell = tell
         self._num_errors = 0
         self._pass_s: list[float] = []
         self.stopped = False
@@ -178,7 +178,7 @@ class Pairs:
         self._num_errors += int(void == "error")
         if void in _GIVEN_UP and (void != "error" or self._num_errors == MAX_ERRORS):
             self.stopped = True
-            self._tell(f"{_GIVEN_UP[void]}; training goes on unmeasured.")
+            self.tell(f"{_GIVEN_UP[void]}; training goes on unmeasured.")
         return Sample(step=step, eager_s=0.0, compiled_s=0.0, void=void, drift=drift)
 
     def _name(self, error: Exception) -> str:
@@ -191,7 +191,7 @@ class Pairs:
         if isinstance(error, torch.OutOfMemoryError):
             return "out_of_memory"
         if self._num_errors == 0:
-            self._tell(f"a pair failed and is not used, the run is not affected: {first_line(error)}")
+            self.tell(f"a pair failed and is not used, the run is not affected: {first_line(error)}")
         return "error"
 
 

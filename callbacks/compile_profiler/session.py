@@ -72,7 +72,7 @@ class Session:
         self._times = StepTimes(
             self._clock,
             measures=settings.limits.max_pairs > 0,
-            alternates=settings.end_to_end == "windows" and settings.limits.max_pairs > 0,
+            alternates=settings.end_to_end == "windows" and settings.limits.max_pairs > 0 and not settings.searches,
             seed=settings.seed,
             of_all=trainer.world_size > 1,
         )
