@@ -23,9 +23,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "results": ({"plain"}, set()),
     "records": ({"plain", "results"}, set()),
     # pure: values in, values out
-    "candidates": ({"plain"}, set()),
     "stats": ({"records"}, {"numpy", "scipy"}),
     "verdict": ({"records", "stats"}, set()),
+    "candidates": ({"plain"}, set()),
     "outlook": ({"plain", "records", "candidates"}, set()),
     "trial": ({"records", "results", "stats", "candidates", "outlook"}, set()),
     "duel": ({"records", "results", "verdict", "candidates", "trial"}, set()),
