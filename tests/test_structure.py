@@ -207,6 +207,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
+    "company": (
+        {"arguments", "compiler", "first_steps", "group", "host", "meeting", "rig", "seat", "windows"},
+        set(),
+    ),
     "session": (
         {
             "account",
@@ -214,11 +218,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "candidates",
             "checkpoint",
             "clock",
-            "compiler",
+            "company",
             "contest",
             "explainer",
             "export",
-            "first_steps",
             "group",
             "host",
             "judgement",
