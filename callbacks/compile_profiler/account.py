@@ -70,8 +70,9 @@ class Account:
         self.news |= compiling
         self.compiled_again |= compiling and self._has_been_warm
         self._num_clean = 0 if compiling else self._num_clean + 1
-        self._has_been_warm |= self.is_warm
-        self._times.step(step, boundary=boundary, compiling=compiling, warm=self.is_warm, own_s=own_s)
+        warm = self.is_warm
+        self._has_been_warm |= warm
+        self._times.step(step, boundary=boundary, compiling=compiling, warm=warm, own_s=own_s)
 
     def disturb(self) -> None:
         """Something other than a step comes."""

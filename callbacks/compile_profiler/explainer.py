@@ -73,11 +73,12 @@ class Explainer:
             batch: what it was called with.
             step: its x-axis number.
         """
-        shapes = functools.partial(shapes_of, batch)
-        if not self.observer.poll(stage, step=step, epoch=self._trainer.current_epoch, shapes=shapes):
-            if stage == "train":
+        if not self.observer.look():
+            if stage == "train" and self._healer is not None:
                 self._heal(())
             return False
+        shapes = functools.partial(shapes_of, batch)
+        self.observer.poll(stage, step=step, epoch=self._trainer.current_epoch, shapes=shapes)
         news = self.observer.news
         remedied = stage == "train" and self._heal(news.events, near_limit=bool(news.near_limit))
         in_vain = " heal=True cannot mend this." if self._healer is not None else ""

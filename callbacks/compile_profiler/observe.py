@@ -65,6 +65,8 @@ class Observer:
 
     def __init__(self, sources: Sources | None = None, *, inductor: bool = False, cuda_graphs: bool = False) -> None:
         self._sources = Sources.of_torch() if sources is None else sources
+        # A function that meets the recompile limit, or anything after a reset, wakes no listener but leaves a record.
+        self._misses_some = self._sources.listeners is None or self._sources.records is None
         self._tally = Tally(self._sources.uncounted)
         self._log = BackendLog()
         self._inductor = inductor
@@ -96,9 +98,13 @@ class Observer:
     # -- listening -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Register the listeners; again after ``torch._dynamo.reset()``, which drops everybody's."""
+        """Register the listeners."""
         if self._inductor:
             self._log.open()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Once, and again after ``torch._dynamo.reset()``, which drops everybody's listeners."""
         handler = self._sources.listeners
         if handler is None:
             return
@@ -155,6 +161,17 @@ class Observer:
             self._reasons += [Seen(reason, self._caller) for reason in _after(self._last_reason, reasons)]
             self._last_reason = reasons[-1]
 
+    def look(self) -> bool:
+        """Whether there is anything to ``poll``; what is to be called after each step.
+
+        Raises:
+            Exception: what a listener has met, in the midst of a compile that it could not stop.
+        """
+        self._listen()
+        if self._trouble is not None:
+            raise self._trouble
+        return self.compiling()
+
     # -- reading -------------------------------------------------------------------------------------------------
 
     def skip(self) -> None:
@@ -180,12 +197,12 @@ class Observer:
 
     def compiling(self) -> bool:
         """Whether anything was compiled, or given up, since the last look."""
-        self._collect()
+        records = self._sources.records
+        if records is not None and (known := records()) and known[-1] is not self._last_record:
+            self._collect()
         if self._began or self._records or self._log.heard:
             return True
-        # A function that meets the recompile limit, or anything after a reset, wakes no listener but leaves a record.
-        complete = self._sources.listeners is not None and self._sources.records is not None
-        return not complete and self._sources.counter("stats", "unique_graphs") != self._num_graphs
+        return self._misses_some and self._sources.counter("stats", "unique_graphs") != self._num_graphs
 
     def poll(self, stage: Stage, *, step: int, epoch: int, shapes: Callable[[], str | None] | None = None) -> bool:
         """Take what was compiled since the last look as events of ``stage``; whether there was anything.
@@ -196,11 +213,9 @@ class Observer:
             epoch: its epoch.
             shapes: tells those of its batch; called only if something was compiled.
         """
-        self.start()
-        if self._trouble is not None:
-            raise self._trouble
-        if not self.compiling():
+        if not self.look():
             return False
+        self._collect()
         here: dict[str, Any] = {"stage": stage, "step": step, "epoch": epoch, "shapes": shapes() if shapes else None}
         num_graphs = 0
         found: list[Event] = []
@@ -286,6 +301,7 @@ class Observer:
 
 def _after(last: Any, items: Sequence[Any]) -> Sequence[Any]:
     """The items behind ``last``; all of them if it is gone."""
+    items = list(items)
     for position in range(len(items) - 1, -1, -1):
         if items[position] is last:
             return items[position + 1 :]
