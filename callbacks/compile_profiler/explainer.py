@@ -65,6 +65,10 @@ class Explainer:
         names = ", ".join(arm.compiled_names or hooks)
         self._export.tell(f"compiling {names or 'forward'} in the first steps; this can take a minute.")
 
+    def is_idle(self) -> bool:
+        """Whether ``look`` would find nothing after a training step: no compiling, no remedy to account for."""
+        return self._healer is None and not self.observer.look()
+
     def look(self, stage: Stage, batch: Any, *, step: int) -> bool:
         """Take what was compiled as events of ``stage``, say what cannot wait; whether there was anything.
 
@@ -74,7 +78,7 @@ class Explainer:
             step: its x-axis number.
         """
         if not self.observer.look():
-            if stage == "train" and self._healer is not None:
+            if stage == "train":
                 self._heal(())
             return False
         shapes = functools.partial(shapes_of, batch)

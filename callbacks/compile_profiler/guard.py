@@ -153,13 +153,11 @@ class Guard:
             run(loss, *others, **options)
             return
         (_, args, kwargs), self._call = self._call, None
-        gradients: list[Tensor | None] = []
-        versions: list[int] = []
+        gradients: list[tuple[Tensor, int] | None] = []
         trouble = None
         try:
-            # The plainest loops that tell it: they are run for every parameter on every step.
-            gradients = [parameter.grad for parameter in self._parameters]
-            versions = [0 if gradient is None else gradient._version for gradient in gradients]
+            # The plainest loop that tells it: on every step it comes to every parameter.
+            gradients = [None if (g := p.grad) is None else (g, g._version) for p in self._parameters]
             run(loss, *others, **options)
         except Exception as error:
             failure = error
@@ -174,7 +172,8 @@ class Guard:
         loss = eager_loss(*args, **kwargs)
         if bring_back is not None:
             bring_back()
-        before = list(zip(self._parameters, gradients, versions, strict=False))  # none where taking them has failed
+        # None where taking them has failed.
+        before = [(p, *(kept or (None, 0))) for p, kept in zip(self._parameters, gradients, strict=False)]
         if self._shares:
             # What has come has been handed on already; the other processes wait for the rest, once.
             late = {id(p) for p, gradient, version in before if not _has_come(p, gradient, version)}

@@ -104,7 +104,6 @@ class Observer:
         self._listen()
 
     def _listen(self) -> None:
-        """Once, and again after ``torch._dynamo.reset()``, which drops everybody's listeners."""
         handler = self._sources.listeners
         if handler is None:
             return
@@ -167,7 +166,9 @@ class Observer:
         Raises:
             Exception: what a listener has met, in the midst of a compile that it could not stop.
         """
-        self._listen()
+        handler = self._sources.listeners
+        if handler is not None and self._on_start not in handler.start_callbacks:
+            self._listen()  # again: ``torch._dynamo.reset()`` drops everybody's listeners
         if self._trouble is not None:
             raise self._trouble
         return self.compiling()

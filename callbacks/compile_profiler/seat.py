@@ -87,7 +87,11 @@ class Seat:
         rig = self.rig
         if rig is None or rig.pairs is None or rig.pairs.stopped:
             return False
-        return (rig.watch.alarm is not None or self._is_scheduled(num_since_pair)) and self.is_ready
+        if rig.watch.alarm is None and not (
+            self._account.is_warm and num_since_pair >= self._asks_at and self._is_scheduled(num_since_pair)
+        ):
+            return False
+        return self.is_ready
 
     def _is_scheduled(self, num_since_pair: int) -> bool:
         """Whether a pair is due so many steps after the last.
@@ -95,8 +99,6 @@ class Seat:
         How many steps the budget asks for takes medians to say, and hardly changes from one step to the next: asked
         again half-way, and at once after each meeting, where all else changes that it depends on.
         """
-        if num_since_pair < self._asks_at or not self._account.is_warm:
-            return False
         left = self.steps_per_pair - num_since_pair
         self._asks_at = num_since_pair + max(0.0, left / 2)
         return left <= 0

@@ -332,10 +332,11 @@ class Session:
     # -- meeting -----------------------------------------------------------------------------------------------------
 
     def _is_due(self, boundary: bool) -> bool:
-        return self._meeting.is_due(
+        meeting = self._meeting
+        return meeting.is_due(
             boundary=boundary,
-            urgent=self._seat.has_something_to_say(self._meeting.num_since_pair),
-            in_window=not self._times.between,
+            urgent=meeting.is_alone and self._seat.has_something_to_say(meeting.num_since_pair),
+            in_window=not (meeting.is_alone or self._times.between),
             window_ended=self._times.couple is not None,
         )
 

@@ -73,7 +73,7 @@ class StepDoor:
         self.own_steps = None if module.automatic_optimization else self._new_own_steps()
         wrapper = trainer.strategy.model
         self._ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
-        self._watch: AbstractContextManager[Any] | None = None
+        self.watch: AbstractContextManager[Any] | None = None  # around training steps that run in eager
         self._relay: Relay | None = None  # in passes that all ranks make together
         self.before_step: Callable[[], None] | None = None  # called before each training step, with ``last_call`` set
         self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
@@ -121,7 +121,7 @@ class StepDoor:
                 return step(*args, **kwargs)
             if hook != "training_step":
                 return called_once(self._module, hook, run, step, *args, **kwargs)
-            this = run if self._watch is None else self._eager_step
+            this = run if self.watch is None else self._eager_step
             if self.own_steps is None:
                 return called_once(self._module, hook, this, step, *args, **kwargs)
             with self.own_steps.batch():
@@ -131,7 +131,7 @@ class StepDoor:
 
     def _prepare(self, hook: str, args: Any, kwargs: Any) -> bool:
         """Before a step of the trainer's; whether it is one of ours."""
-        if self._tuner_is_at_work():
+        if self._trainer.callbacks != self._callbacks and self._tuner_is_at_work():
             return False
         call = (_repacked(args), _repacked(kwargs) if kwargs else {})
         if hook != "training_step":
@@ -149,18 +149,13 @@ class StepDoor:
 
     def run_instead(self, watch: AbstractContextManager[Any] | None) -> None:
         """Let training steps run in eager inside this context; ``None``: as before."""
-        self._watch = watch
-
-    @property
-    def runs_instead(self) -> bool:
-        """Whether they do."""
-        return self._watch is not None
+        self.watch = watch
 
     def _eager_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own step under watch; its logs, which may be collective, wait until it is over."""
-        assert self._watch is not None
+        assert self.watch is not None
         logs = DeferredLogs()
-        with patched(disguised(self._module, logs.stand_ins)), self._watch:
+        with patched(disguised(self._module, logs.stand_ins)), self.watch:
             output = self._module.training_step(*args, **kwargs)
         for log in logs.taken(self._module):
             log()
@@ -168,8 +163,7 @@ class StepDoor:
 
     def _tuner_is_at_work(self) -> bool:
         """Whether these are the trial steps of a tuner, during a fit: it puts all callbacks aside."""
-        here = self._trainer.callbacks
-        return here != self._callbacks and not any(callback in self._callbacks for callback in here)
+        return not any(callback in self._callbacks for callback in self._trainer.callbacks)
 
     def _new_own_steps(self) -> OwnSteps:
         trainer, strategy = self._trainer, self._trainer.strategy

@@ -37,6 +37,7 @@ class Watch:
 
     def __init__(self, scale: LossScale, *, rest_steps: int) -> None:
         self._scale = scale
+        self._has_scale = scale.is_there
         self._rest_steps = rest_steps
         self._num_alarms = 0
         self._num_resting = 0
@@ -55,7 +56,7 @@ class Watch:
         if loss is None or loss.numel() != 1:
             return
         if loss.is_cpu:
-            scale = self._scale.tensor
+            scale = self._scale.tensor if self._has_scale else None
             self._read(loss.item(), None if scale is None else scale.item())
         elif loss.is_cuda:
             self._see_from_afar(loss)

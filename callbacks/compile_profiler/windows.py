@@ -193,6 +193,7 @@ class StepTimes:
         self._of_all = of_all
         self._between_pairs = Window(clock)
         self._alternation: Alternation | None = None
+        self.alternates = False  # eager windows with compiled ones
         self._was_disturbed = False
         self.couple: Sample | None = None  # two windows that have just ended, void if something else came between
         self.may_alternate = False  # for several processes: all are warm
@@ -203,11 +204,7 @@ class StepTimes:
         """From here on, alternate."""
         if self._alternation is None:
             self._alternation = Alternation(self._clock, seed=self._seed, of_all=self._of_all)
-
-    @property
-    def alternates(self) -> bool:
-        """Whether eager windows alternate with compiled ones."""
-        return self._alternation is not None
+            self.alternates = True
 
     @property
     def arm(self) -> str:
