@@ -67,7 +67,7 @@ class Explainer:
 
     def is_idle(self) -> bool:
         """Whether ``look`` would find nothing after a training step: no compiling, no remedy to account for."""
-        return self._healer is None and not self.observer.look()
+        return self._healer is None and not self.observer.compiling()
 
     def look(self, stage: Stage, batch: Any, *, step: int) -> bool:
         """Take what was compiled as events of ``stage``, say what cannot wait; whether there was anything.
@@ -77,7 +77,7 @@ class Explainer:
             batch: what it was called with.
             step: its x-axis number.
         """
-        if not self.observer.look():
+        if not self.observer.compiling():
             if stage == "train":
                 self._heal(())
             return False

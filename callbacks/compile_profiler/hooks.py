@@ -132,7 +132,9 @@ class HookWatch:
 
     def changed(self) -> bool:
         """Whether the hooks are others than at the last look."""
-        if self._next_id == RemovableHandle.next_id and list(map(tuple, self._hooked)) == self._ids:
+        if self._next_id == RemovableHandle.next_id and (
+            not self._hooked or list(map(tuple, self._hooked)) == self._ids
+        ):
             return False
         before = self._ids
         self._look()

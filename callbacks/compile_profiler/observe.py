@@ -160,19 +160,6 @@ class Observer:
             self._reasons += [Seen(reason, self._caller) for reason in _after(self._last_reason, reasons)]
             self._last_reason = reasons[-1]
 
-    def look(self) -> bool:
-        """Whether there is anything to ``poll``; what is to be called after each step.
-
-        Raises:
-            Exception: what a listener has met, in the midst of a compile that it could not stop.
-        """
-        handler = self._sources.listeners
-        if handler is not None and self._on_start not in handler.start_callbacks:
-            self._listen()  # again: ``torch._dynamo.reset()`` drops everybody's listeners
-        if self._trouble is not None:
-            raise self._trouble
-        return self.compiling()
-
     # -- reading -------------------------------------------------------------------------------------------------
 
     def skip(self) -> None:
@@ -197,7 +184,16 @@ class Observer:
         return self._broken_off or type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
     def compiling(self) -> bool:
-        """Whether anything was compiled, or given up, since the last look."""
+        """Whether anything was compiled, or given up, since the last look.
+
+        Raises:
+            Exception: what a listener has met, in the midst of a compile that it could not stop.
+        """
+        handler = self._sources.listeners
+        if handler is not None and self._on_start not in handler.start_callbacks:
+            self._listen()  # again: ``torch._dynamo.reset()`` drops everybody's listeners
+        if self._trouble is not None:
+            raise self._trouble
         records = self._sources.records
         if records is not None and (known := records()) and known[-1] is not self._last_record:
             self._collect()
@@ -214,7 +210,7 @@ class Observer:
             epoch: its epoch.
             shapes: tells those of its batch; called only if something was compiled.
         """
-        if not self.look():
+        if not self.compiling():
             return False
         self._collect()
         here: dict[str, Any] = {"stage": stage, "step": step, "epoch": epoch, "shapes": shapes() if shapes else None}

@@ -57,7 +57,9 @@ class Watch:
             return
         if loss.is_cpu:
             scale = self._scale.tensor if self._has_scale else None
-            self._read(loss.item(), None if scale is None else scale.item())
+            # As ``item`` does, by a way through torch that is half as long.
+            value: Any = loss.tolist() if loss.dim() == 0 else loss.item()
+            self._read(value, None if scale is None else scale.item())
         elif loss.is_cuda:
             self._see_from_afar(loss)
 

@@ -55,7 +55,7 @@ class Window:
         if self._start_s is not None:
             self._num_in_part += 1
             self._own_in_part_s += own_s
-            self._ended_s = self._clock.now()
+            self._ended_s = self._clock.read_s()
         elif self._num_to_settle > 1:
             self._num_to_settle -= 1
         else:
