@@ -35,8 +35,9 @@ lint: $(VENV)/test.stamp  ## ruff, ruff format, codespell
 types: $(VENV)/test.stamp  ## mypy --strict
 	$(BIN)/mypy
 
+# Two processes: most tests run on one thread. A file stays in one of them, because what it sets up is dear.
 pytest: $(VENV)/test.stamp  ## the tests and the doctests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 docs: $(VENV)/test.stamp  ## the site with the API reference, in build/site; a warning is an error
 	$(BIN)/python -m sphinx -E -W --keep-going -q docs build/site

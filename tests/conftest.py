@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parent.parent / "build" / "inductor"))
 
@@ -27,3 +28,18 @@ def _same_start():
 def _own_directory(tmp_path, monkeypatch):
     """Whatever a Trainer writes without being told where goes into the test's own folder."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _loaders_as_torch_wrote_them():
+    """Lightning patches these while it asks the user's hook for a loader; where the hook raises, it leaves them so."""
+    patched = [
+        (kind, name) for kind in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__", "__delattr__")
+    ]
+    before = [vars(kind).get(name) for kind, name in patched]
+    yield
+    for (kind, name), value in zip(patched, before, strict=True):
+        if value is not None:
+            setattr(kind, name, value)
+        elif name in vars(kind):
+            delattr(kind, name)

@@ -51,7 +51,7 @@ def test_ranks_that_lightning_starts_take_pairs_and_leave_one_report(strategy, t
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=480,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads((tmp_path / "compile_profile.json").read_text())

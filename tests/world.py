@@ -347,7 +347,7 @@ def gain():
     return {"report": profiler.report.to_dict()}
 
 
-def launch(folder, names, world_size=2, timeout_s=240):
+def launch(folder, names, world_size=2, timeout_s=480):
     """Run the cases in real processes; what each rank has seen, by case."""
     environment = {
         **os.environ,
