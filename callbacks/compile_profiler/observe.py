@@ -39,7 +39,7 @@ class Observer:
     """Follows what is compiled between ``start`` and ``stop``.
 
     torch counts for the whole process; ``skip`` leaves out what was compiled since the last look by somebody else,
-    ``poll`` takes what is new as events of one stage. Both cost about a microsecond while nothing compiles.
+    ``poll`` takes what is new as events of one stage. Both are two calls or so while nothing compiles.
 
     What is counted, by stage:
 
