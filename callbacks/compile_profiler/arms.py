@@ -91,7 +91,7 @@ def called_once(module: nn.Module, hook: str, call: Call, through: Call, *args: 
     """``through(*args, **kwargs)``, with ``call`` in place of the method ``hook`` until it is called.
 
     It is taken off before ``call`` runs: user code inside a step, a deep copy or a pickle made there, and every
-    hook around it see the module as its author wrote it. A function, not a dearer context manager: every step passes here.
+    hook around it see the module as its author wrote it. A function, because a context manager costs each step more.
     """
     held = vars(module)
     given_back = {hook: held[hook]} if hook in held else {}
