@@ -40,7 +40,12 @@ MAX_IN_TABLE = 12  # rows: the table is read at a glance
 MAX_IN_MARKDOWN = 40  # the page is scrolled; the JSON file has them all
 _MAX_WHY = 120  # characters on the screen, where the column is narrow: the message of an error can be long
 _MAX_NAME = 26  # columns
-_STACKED = ("candidate\nstatus", "a pass\ninterval\npairs", "a step\ninterval\nmethod", "compiling\npeak memory\ndrift")
+_STACKED = (
+    "candidate\nstatus\n",
+    "a pass\ninterval\npairs",
+    "a step\ninterval\nmethod",
+    "compiling\npeak memory\ndrift",
+)
 _FIRST = ("chosen", "tried", "dropped")
 
 
@@ -79,10 +84,10 @@ def candidates_table(found: SearchReport) -> Table:
     >>> candidates_table(SearchReport(candidates=(first, *others))).row_count
     2
     """
-    grid = Table(title="Candidates", box=SIMPLE)
+    grid = Table(title="Candidates", box=SIMPLE, leading=1)
     for n, column in enumerate(_STACKED):
         grid.add_column(column, overflow="fold", no_wrap=n > 0, max_width=None if n else _MAX_NAME)
-    grid.add_column("why", overflow="fold")
+    grid.add_column("why\n\n", overflow="fold")
     rows = _tried_first(found)
     for name, one in rows[:MAX_IN_TABLE]:
         head = Text(f"{one_line(name)}\n{one.status}")
