@@ -23,9 +23,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "results": ({"plain"}, set()),
     "records": ({"plain", "results"}, set()),
     # pure: values in, values out
-    "candidates": ({"plain"}, set()),
     "stats": ({"records"}, {"numpy", "scipy"}),
     "verdict": ({"records", "stats"}, set()),
+    "candidates": ({"plain"}, set()),
     "outlook": ({"plain", "records", "candidates"}, set()),
     "trial": ({"records", "results", "stats", "candidates", "outlook"}, set()),
     "duel": ({"records", "results", "verdict", "candidates", "trial"}, set()),
@@ -213,6 +213,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
+    "company": (
+        {"arguments", "compiler", "first_steps", "group", "host", "meeting", "rig", "seat", "windows"},
+        set(),
+    ),
     "session": (
         {
             "account",
@@ -220,11 +224,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "candidates",
             "checkpoint",
             "clock",
-            "compiler",
+            "company",
             "contest",
             "explainer",
             "export",
-            "first_steps",
             "group",
             "host",
             "judgement",

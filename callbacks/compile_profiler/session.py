@@ -6,24 +6,24 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from compile_profiler import checkpoint, compiler, host, machine
+from compile_profiler import checkpoint, host, machine
 from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
 from compile_profiler.candidates import Candidate
 from compile_profiler.clock import Clock, profiler_is_on
+from compile_profiler.company import Company
 from compile_profiler.contest import Contest, configured
 from compile_profiler.explainer import Explainer
 from compile_profiler.export import Export
-from compile_profiler.first_steps import FirstSteps
-from compile_profiler.group import Group, LostError
+from compile_profiler.group import LostError
 from compile_profiler.judgement import Judgement, is_failure, packed, unpacked
 from compile_profiler.ledger import Ledger
 from compile_profiler.lookout import Lookout
-from compile_profiler.meeting import Exchange, Meeting, alone, first_voice, largest
+from compile_profiler.meeting import Exchange
 from compile_profiler.notices import not_finite
 from compile_profiler.records import Reason, Remedy, Report, Stage, Verdict
 from compile_profiler.rig import Rig
@@ -31,8 +31,6 @@ from compile_profiler.seat import Seat
 from compile_profiler.verdict import UNSCHEDULED
 from compile_profiler.windows import StepTimes
 from compile_profiler.workshop import RefusedError, Workshop
-
-T = TypeVar("T")
 
 
 class Session:
@@ -97,12 +95,7 @@ class Session:
         self._step_began_s = 0.0
         self._before_s = self._after_s = 0.0  # taken by the callback before the step at hand, after the last one
         self._unlogged = True  # something to log
-        # What concerns the other ranks; alone, what concerns nobody.
-        every = settings.pair_every_n_steps
-        self._rank, self._world_size = trainer.global_rank, trainer.world_size
-        self._meeting = Meeting(rank=self._rank, world_size=self._world_size, pair_every_n_steps=every)
-        self._group: Group | None = None
-        self._first_steps: FirstSteps | None = None
+        self._company = Company(settings, trainer, export.tell)
         self._is_sharded = host.parallelism(trainer) == "fsdp"
         self._can_rehearse = True  # a pass of one rank alone waits for no other
 
@@ -121,13 +114,11 @@ class Session:
         if obstacle is not None:
             return self._refuse(self._refusal("unsupported", f"This version does not measure {obstacle}"))
         try:
-            if not self._meeting.is_alone:
-                self._group = Group(self._export.tell)
+            self._company.gather()
             if self._go_on_from(earlier):
                 return None
             refusal = self._compile()
-            text = None if refusal is None else packed(refusal)
-            text = self._run(first_voice(text, rank=self._rank, world_size=self._world_size))
+            text = self._company.first_voice(None if refusal is None else packed(refusal))
         except LostError as error:
             return self._lost(error)
         if text is not None:
@@ -183,7 +174,7 @@ class Session:
             self._config["modules"] = list(self._seat.rig.arm.compiled_names)
         if self._is_sharded:
             self._do_without_pairs("Each pass of a sharded module gathers weights from all processes")
-        elif self._group is not None:
+        elif not self._company.is_alone:
             self._seat.rig.door.before_step = self._before_step
         return None
 
@@ -191,7 +182,7 @@ class Session:
         """Take over what an earlier fit has found out; whether that settles it: no compiling."""
         earlier = None if data is None else checkpoint.unpacked(data, self._identity)
         is_afresh = not isinstance(earlier, checkpoint.Earlier)
-        if self._run(largest({"is_afresh": is_afresh}))["is_afresh"] or not isinstance(earlier, checkpoint.Earlier):
+        if self._company.any(is_afresh) or not isinstance(earlier, checkpoint.Earlier):
             if earlier is not None:
                 whose = earlier if isinstance(earlier, str) else "machine on another rank"
                 self._export.tell(f"The checkpoint's measurements are of another {whose}; measuring starts afresh.")
@@ -224,7 +215,7 @@ class Session:
         Args:
             orderly: all ranks have come to the end of training, so that they can meet once more.
         """
-        if orderly and self._seat.rig is not None and self._group is not None:
+        if orderly and self._seat.rig is not None and not self._company.is_alone:
             self._seat.is_over = True
             self._meet()
         self._leave()
@@ -242,9 +233,7 @@ class Session:
         self._seat.rig = None
         if self._contest is not None:
             self._contest.release()
-        if self._group is not None:
-            self._group.close()
-        self._group = None
+        self._company.part()
         self._explainer.release()
 
     def abandon(self, message: str) -> Report:
@@ -253,13 +242,11 @@ class Session:
         self._judgement.verdict = verdict
         report = Report(verdict=verdict, environment=self._environment)
         rig, self._seat.rig = self._seat.rig, None
-        group, self._group = self._group, None
         with contextlib.suppress(Exception):
             if rig is not None:
                 rig.remove()
         with contextlib.suppress(Exception):
-            if group is not None:  # so that the other ranks do not wait
-                group.close()
+            self._company.part()
         with contextlib.suppress(Exception):
             self._explainer.observer.stop()
             self._explainer.release()
@@ -286,27 +273,28 @@ class Session:
         began_s = time.perf_counter()
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
-        if self._seat.rig is not None:
-            boundary = self._seat.rig.door.at_boundary()
-            self._before_s += self._seat.rig.door.take_seconds()
+        rig = self._seat.rig
+        if rig is not None:
+            boundary = rig.door.at_boundary()
+            self._before_s += rig.door.take_seconds()
             self._account.step(
                 self._step,
                 began_s - self._step_began_s,
-                batch=self._seat.rig.door.last_call,
+                batch=rig.door.last_call,
                 boundary=boundary,
-                compiled=self._seat.rig.is_compiled,
+                compiled=rig.is_compiled,
                 own_s=self._before_s + self._after_s,
             )
-            self._seat.rig.watch.see(loss)
-            self._meeting.count(boundary=boundary)
+            rig.watch.see(loss)
+            self._company.count(boundary=boundary)
             self._num_since_validation += int(boundary)
             if self._search is not None:
                 self._account.news |= self._search.on_step(boundary=boundary)
             if self._times.alternates and self._search is not None:
                 self._search.switch(self._times.arm)
             elif self._times.alternates:
-                self._seat.rig.enable(self._times.arm == "compiled" and self._seat.failed is None)
-            if self._is_due(boundary):
+                rig.enable(self._times.arm == "compiled" and self._seat.failed is None)
+            if self._company.is_due(self._seat, self._times, boundary=boundary):
                 self._meet()
         if self._unlogged and host.logs_this_step(self._trainer):
             self._unlogged = False
@@ -332,9 +320,10 @@ class Session:
             stage = host.stage_of(self._trainer)
             compiling = self._look(stage, batch)
             self._account.news |= compiling
-            is_time = self._num_since_validation >= self._seat.steps_per_pair
             # Alone only: a pass of validation may talk to other ranks, which are not asked.
-            if stage == "validate" and not compiling and is_time and self._meeting.is_alone:
+            if stage != "validate" or compiling or not self._company.is_alone:
+                return
+            if self._num_since_validation >= self._seat.steps_per_pair:
                 self._compare_validation()
 
     def _compare_validation(self) -> None:
@@ -358,22 +347,11 @@ class Session:
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
-    def _is_due(self, boundary: bool) -> bool:
-        return self._meeting.is_due(
-            boundary=boundary,
-            urgent=self._seat.has_something_to_say(self._meeting.num_since_pair),
-            in_window=not self._times.between,
-            window_ended=self._times.couple is not None,
-        )
-
     def _meet(self) -> None:
         try:
-            self._run(self._meeting.hold(self._seat, self))
+            self._company.meet(self._seat, self)
         except LostError as error:
             self._lost(error)
-
-    def _run(self, exchange: Exchange[T]) -> T:
-        return alone(exchange) if self._group is None else self._group.run(exchange)
 
     def _lost(self, error: LostError) -> None:
         """Nobody can agree on anything any more: each rank trains on by itself, as without the callback."""
@@ -404,7 +382,7 @@ class Session:
             self._ledger.add_trial(seconds, compile_s=compile_s)
             search.saw_pair(sample, seconds, compile_s)
             return sample.void not in UNSCHEDULED
-        if self._rank == 0:
+        if self._company.rank == 0:
             self._reopen(self._judgement.another_regime(sample))
         self._ledger.add_pair(sample, seconds)
         return sample.void not in UNSCHEDULED
@@ -470,8 +448,8 @@ class Session:
         One of several ranks trains on in eager until the next meeting, where it becomes everybody's verdict.
         """
         self._step = host.x_axis(self._trainer)
-        is_alone = self._meeting.is_alone
-        verdict = self._judgement.on_failure(error, self._step, None if is_alone else self._rank)
+        is_alone = self._company.is_alone
+        verdict = self._judgement.on_failure(error, self._step, None if is_alone else self._company.rank)
         self._look(host.stage_of(self._trainer))
         if self._contest is not None:
             self._contest.failed(verdict)
@@ -498,22 +476,15 @@ class Session:
     def _before_step(self) -> None:
         """Before each of the first two training steps."""
         assert self._seat.rig is not None
-        if self._first_steps is None:
-            self._first_steps = FirstSteps(
-                self._seat.rig,
-                leads=self._trainer.local_rank == 0 or not compiler.shares_cache(self._settings.options["backend"]),
-                failed=self._explainer.observer.failed,
-                on_failure=self._on_failure,
-                tell=self._export.tell,
-            )
-            return
-        self._seat.rig.door.before_step = None
         try:
-            if self._run(self._first_steps.end()):
+            talks = self._company.before_step(
+                self._seat.rig, failed=self._explainer.observer.failed, on_failure=self._on_failure
+            )
+            if talks:
                 self._do_without_pairs("The step itself sends something to other processes")
-            else:
+            elif talks is not None:
                 # A rank that could not compile is everybody's affair at once.
-                self._run(self._meeting.hold(self._seat, self))
+                self._company.meet(self._seat, self)
         except LostError as error:
             self._lost(error)
 
