@@ -123,7 +123,10 @@ def row(report, name):
     return next(one for one in report.search.candidates if one.name == name)
 
 
-HOSTILE = "</td><script>alert(1)</script> [red]a|b `x` __init__ ![x](http://x.test/y.png) $\\frac{ {{ 7 * 7 }} \x1b[31m \udcff"
+HOSTILE = (
+    "</td><script>alert(1)</script> [red]a|b `x` __init__ ![x](http://x.test/y.png) "
+    "$\\frac{ {{ 7 * 7 }} \x1b[31m \udcff"
+)
 """What a user's own error says, and what a search then shows as the reason why a candidate is out."""
 
 

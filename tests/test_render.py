@@ -200,8 +200,10 @@ def hostile(report: Report) -> Report:
 def hostile_search() -> SearchReport:
     """A search of submodules with hostile names, whose errors are hostile too."""
     names = [f"{HOSTILE}/{n}" for n in range(2)]
-    out = CandidateResult(name=names[0], target=HOSTILE, status="dropped", why=HOSTILE * 9, step=1)
-    left = CandidateResult(name=names[1], target=HOSTILE, status="skipped", why=HOSTILE, end_to_end_method=HOSTILE)
+    out = CandidateResult(
+        name=names[0], target=HOSTILE, status="dropped", why=HOSTILE * 9, step=1, end_to_end_method=HOSTILE
+    )
+    left = CandidateResult(name=names[1], target=HOSTILE, status="skipped", why=HOSTILE)
     return SearchReport(active=names[0], candidates=(out, left), switches=(Switch(step=1, name=names[0]),))
 
 
