@@ -246,6 +246,9 @@ class Session:
             if rig is not None:
                 rig.remove()
         with contextlib.suppress(Exception):
+            if self._contest is not None:
+                self._contest.release()
+        with contextlib.suppress(Exception):
             self._company.part()
         with contextlib.suppress(Exception):
             self._explainer.observer.stop()
