@@ -202,9 +202,11 @@ def test_the_best_configuration_is_the_one_that_was_planted(tmp_path, monkeypatc
 
 def test_runs_are_shuffled_and_nothing_is_run_twice(tmp_path):
     """A program that was cut short goes on where it was; a failure is a row; a search knows its own cold run alone."""
-    order, folders = [], {}
+    order, folders, cut_after = [], {}, 5
 
     def launch(plan, environment):
+        if len(order) == cut_after:
+            raise KeyboardInterrupt
         order.append((plan.job, plan.run))
         place = environment["COMPILE_PROFILER_CACHE_DIR"]
         assert not list(Path(environment["TORCHINDUCTOR_CACHE_DIR"]).iterdir())
@@ -212,13 +214,14 @@ def test_runs_are_shuffled_and_nothing_is_run_twice(tmp_path):
             folders.setdefault(place, []).append(plan.run)
         if plan.run == "forward/default":
             return {"error": "planted"}
-        time.sleep(0.01)
         return {"marks_s": {str(mark): 1.0 for mark in plan.marks}, "report": {"search": None}}
 
     args = ["--jobs", "resnet,mlp", "--steps", "20", "--repeats", "2", "--out", str(tmp_path / "auto.jsonl")]
-    auto.main([*args, "--budget-s", "0.05"], launch)
-    begun = len(order)
-    assert 0 < begun < 8
+    auto.main([*args, "--budget-s", "0"], launch)
+    assert order == []
+    with pytest.raises(KeyboardInterrupt):
+        auto.main(args, launch)
+    cut_after = None
     auto.main(args, launch)
 
     per_job = ["eager", "eager", "callback", "auto/cold", "auto/warm", "step/default", "forward/default"]
@@ -230,6 +233,28 @@ def test_runs_are_shuffled_and_nothing_is_run_twice(tmp_path):
     assert halves[0] != halves[1]
     assert sum("error" in row for row in auto.read(tmp_path / "auto.jsonl")) == 4
     auto.main(args, launch=None)  # nothing is left to run
+
+
+def test_warm_caches_are_filled_by_a_round_that_does_not_count(tmp_path, capsys):
+    """All runs share one folder; the first round is in the file, not among the figures. What fails is told."""
+    folders = []
+
+    def launch(plan, environment):
+        folders.append(environment["TORCHINDUCTOR_CACHE_DIR"])
+        if plan.run == "callback":
+            return {"error": "planted"}
+        seconds = 100.0 if len(folders) <= 3 else 2.0
+        return {"marks_s": {"20": seconds}, "report": None}
+
+    args = ["--jobs", "mlp", "--steps", "20", "--repeats", "1", "--out", str(tmp_path / "auto.jsonl")]
+    with pytest.raises(SystemExit, match="failed: callback"):
+        auto.main([*args, "--warm-inductor", "--configurations", "eager,callback"], launch)
+
+    assert [row["fills"] for row in auto.read(tmp_path / "auto.jsonl")] == [True] * 3 + [False] * 3
+    assert len(set(folders)) == 1
+    shown = capsys.readouterr().out
+    assert "2.00" in shown
+    assert "100.00" not in shown
 
 
 def test_a_run_has_a_process_of_its_own(tmp_path):
