@@ -18,6 +18,7 @@ BAD_VALUES = [
     ({"mode": "auto", "max_pairs": 0}, "got max_pairs=0"),
     ({"mode": "auto", "candidates": ["step"], "target": "forward"}, "target='forward' too"),
     ({"mode": "auto", "candidates": []}, "at least one|none"),
+    ({"mode": "auto", "candidates": ["step/reduce-overhead"], "backend": "eager"}, "setting of backend='inductor'"),
     ({"mode": "auto", "candidates": ["step/fast"]}, "got 'step/fast'"),
     ({"candidates": ["step"]}, "those of a search, got mode=None"),
     ({"stages": ()}, "stages must be"),

@@ -105,6 +105,16 @@ def test_a_planted_gain_is_kept_on_every_rank(seen):
     assert verdict_of(seen, "gain")["reason"] == "gain"
 
 
+def test_several_ranks_search_nothing_and_compile_the_first_candidate(seen):
+    for rank in seen["search"]:
+        assert rank["differs"] == []
+        assert rank["report"]["search"] is None
+        assert rank["report"]["verdict"]["config"]["target"] == "forward"
+        assert rank["report"]["speedup"]["num_pairs"] >= 5
+    both_have(seen, "search", "weights")
+    verdict_of(seen, "search")
+
+
 def test_a_step_that_talks_to_other_ranks_is_timed_in_windows(seen):
     for rank in seen["own_collectives"]:
         assert rank["differs"] == []

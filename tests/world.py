@@ -347,6 +347,11 @@ def gain():
     return {"report": profiler.report.to_dict()}
 
 
+@case
+def search():
+    return both(Regression, profiler={"mode": "auto", "candidates": ["forward", "step"]})
+
+
 def launch(folder, names, world_size=2, timeout_s=480):
     """Run the cases in real processes; what each rank has seen, by case."""
     environment = {

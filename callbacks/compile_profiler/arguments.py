@@ -66,6 +66,11 @@ class Settings:
         return replace(self, searches=False, candidates=(), target=candidate.target, options=options)
 
     @property
+    def targets(self) -> list[str | tuple[str, ...]]:
+        """What the user wants compiled, in a search each of the targets named for it."""
+        return list(dict.fromkeys(one.target for one in self.candidates)) or [self.target]
+
+    @property
     def hooks(self) -> list[str]:
         """Step methods that are to run compiled."""
         return [{"train": "training_step", "validate": "validation_step"}[stage] for stage in self.stages]
@@ -163,10 +168,13 @@ def checked(
     elif candidates is not None:
         raise ValueError(f"candidates are those of a search, got mode={mode!r}. Set mode='auto' or leave them out.")
     _check_compile_options(backend, options["mode"], options["options"])
+    found = () if candidates is None else checked_candidates(candidates, known_modes=arms.known_modes())
+    for candidate in found:
+        _check_compile_options(backend, candidate.mode, None)
     return Settings(
         searches=searches,
         remember=remember,
-        candidates=() if candidates is None else checked_candidates(candidates, known_modes=arms.known_modes()),
+        candidates=found,
         target=_checked_target(target),
         options={**options, "options": None if options["options"] is None else dict(options["options"])},
         stages=_checked_stages(stages),

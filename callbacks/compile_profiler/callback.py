@@ -189,8 +189,9 @@ class CompileProfiler(host.Callback):
             raise ValueError(
                 "the Trainer has more than one CompileProfiler; a module can be compiled by one. Keep one."
             )
-        if self._settings.target != "step":
-            submodules(pl_module, self._settings.target)
+        for target in self._settings.targets:
+            if target != "step":
+                submodules(pl_module, target)
         # Here and not when writing: log_dir is a collective that all ranks must call.
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)
         self._report = Report()

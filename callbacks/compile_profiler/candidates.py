@@ -130,6 +130,18 @@ def candidates_for(
     return Choice(tuple(kept), tuple(pruned))
 
 
+def configured(config: Mapping[str, Any]) -> Candidate | None:
+    """The candidate that a verdict's configuration names, ``None`` where it names none.
+
+    >>> configured({"target": "step", "mode": "reduce-overhead", "dynamic": None}).name
+    'step/reduce-overhead'
+    """
+    try:
+        return Candidate.from_dict({name: config[name] for name in ("target", "mode", "dynamic")})
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 def checked_candidates(candidates: Any, *, known_modes: Sequence[str] = ()) -> tuple[Candidate, ...]:
     """The candidates that a user has named.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from compile_profiler import host
 from compile_profiler.account import Account
@@ -184,10 +183,9 @@ class Contest:
 
     def failed(self, verdict: Verdict) -> None:
         """What training runs on cannot be used any more, or has been found not worth it: the search goes on."""
-        assert self._search is not None
-        candidate, self.settled = self._search.incumbent, None
-        if candidate is not None:
-            self._fail(candidate, verdict.reason, verdict.message)
+        self.settled, running = None, self._running
+        if running is not None:
+            self._fail(running, verdict.reason, verdict.message)
             self._rig.enable(False)  # in the midst of a step: what is on the module changes after it
 
     # -- what follows --------------------------------------------------------------------------------------------------
@@ -201,7 +199,7 @@ class Contest:
             told = "In an earlier run of this job no configuration gained (compile-profiler cache clear forgets that)"
             return self._settle(Settle(None, "no_gain", f"{told}; training goes on in eager."), step)
         self._hear_windows(search)
-        self._judge_incumbent(search, step, common)
+        self._judge_running(step, common)
         now = Now(
             step=step,
             elapsed_s=time.perf_counter() - self._began_s,
@@ -211,9 +209,11 @@ class Contest:
         action = search.next(now)
         while isinstance(action, Try) and not self._enter(action.candidate):
             action = search.next(now)
-        if not isinstance(action, Windows):
+        if isinstance(action, Windows) and self._times.alternates:
+            self.switch(self._times.arm)  # a look in the midst of a window does not end it
+        else:
             self._stop_windows()
-        self._run_on(search.incumbent)
+            self._run_on(search.incumbent)
         if self._active is not None:
             self._ledger.show(self._active.samples, self._active.memory)
         if isinstance(action, Settle):
@@ -249,19 +249,20 @@ class Contest:
         return True
 
     def _hear_windows(self, search: Search) -> None:
-        for couple in self._ledger.window_samples:
-            if search.challenger is not None:
-                search.saw_couple(couple)
-        self._ledger.window_samples.clear()
+        for couples in (self._ledger.window_samples, self._ledger.void_couples):
+            for couple in couples:
+                if search.challenger is not None:
+                    search.saw_couple(couple)
+            couples.clear()
 
-    def _judge_incumbent(self, search: Search, step: int, common: Finding) -> None:
-        """Whether what training runs on still compiles without end, or no longer at all."""
-        candidate = search.incumbent
-        if candidate is None:
+    def _judge_running(self, step: int, common: Finding) -> None:
+        """Whether what the last steps ran on still compiles without end, or no longer at all."""
+        running = self._running
+        if running is None or self._search is None or running not in self._search.alive:
             return
         verdict = judge(
             [],
-            self._entrants[candidate].subject.tally.compiles(),
+            self._entrants[running].subject.tally.compiles(),
             limits=self._settings.limits,
             step=step,
             config={},
@@ -271,25 +272,29 @@ class Contest:
             recent_compile_s=self._ledger.recent_compile_s,
         )
         if verdict.decision == "eager":
-            self._fail(candidate, verdict.reason, verdict.message)
+            self._fail(running, verdict.reason, verdict.message)
 
     def _run_on(self, candidate: Candidate | None) -> None:
         """What training runs on from the next step on."""
         if candidate != self._told:
             self._tell(f"training goes on with {'eager' if candidate is None else candidate.name}.")
         self._told = candidate
-        self._rig.run_on(self._home if candidate is None else self._entrants[candidate].stand)
-        self._rig.enable(candidate is not None)
-        self._follow(self._active)
+        self._put_on(self._active)
 
     def switch(self, arm: str) -> None:
         """In windows: train on the challenger (``compiled``) or on what it is compared with (``eager``)."""
         assert self._search is not None
         entrant = self._challenger
-        runner = entrant if arm == "compiled" and entrant is not None else self._active
-        self._rig.run_on(self._home if runner is None else runner.stand)
-        self._rig.enable(runner is not None)
-        self._follow(runner)
+        is_its_window = arm == "compiled" and not self._times.between
+        self._put_on(entrant if is_its_window and entrant is not None else self._active)
+
+    def _put_on(self, entrant: _Entrant | None) -> None:
+        stand = self._home if entrant is None else entrant.stand
+        if stand is not self._rig.active:
+            self._ledger.forget_recent_compiling()  # which was the other one's
+        self._rig.run_on(stand)
+        self._rig.enable(entrant is not None)
+        self._follow(entrant)
 
     def _stop_windows(self) -> None:
         if self._times.alternates:
@@ -340,6 +345,11 @@ class Contest:
         incumbent = None if self._search is None else self._search.incumbent
         return None if incumbent is None else self._entrants[incumbent]
 
+    @property
+    def _running(self) -> Candidate | None:
+        """What steps run on; in windows, that may be the challenger."""
+        return next((one for one, entrant in self._entrants.items() if entrant.stand is self._rig.active), None)
+
     def _follow(self, entrant: _Entrant | None) -> None:
         if entrant is None:
             self._explainer.follow(self._home.arm, self._settings.target, self._home_subject)
@@ -353,26 +363,17 @@ class Contest:
         for candidate, entrant in self._entrants.items():
             if candidate not in self._search.alive and not entrant.is_released:
                 entrant.stand.release()
+                entrant.stand.forget()
                 entrant.is_released = True
 
     def release(self) -> None:
         """All compiled code; may be called twice."""
         for entrant in self._entrants.values():
             entrant.stand.release()
+        self._entrants.clear()
+        self._rig.measure(self._home)
 
     def report(self) -> SearchReport:
         """Every candidate: tried, skipped or not looked at yet, with what is known of it."""
         found = SearchReport() if self._search is None else self._search.report()
         return replace(found, settled=self.settled is not None)  # also where an earlier run's verdict has ended it
-
-
-def configured(config: Mapping[str, Any]) -> Candidate | None:
-    """The candidate that a verdict's configuration names, ``None`` where it names none.
-
-    >>> configured({"target": "step", "mode": "reduce-overhead", "dynamic": None}).name
-    'step/reduce-overhead'
-    """
-    try:
-        return Candidate.from_dict({name: config[name] for name in ("target", "mode", "dynamic")})
-    except (KeyError, TypeError, ValueError):
-        return None

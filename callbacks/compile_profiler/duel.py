@@ -20,7 +20,9 @@ MIN_PAIRS = 4
 """Usable pairs, and so comparisons of results, before a challenger trains anything."""
 MAX_COUPLES = 12
 MAX_VOID = 12
-"""Void pairs in a row, or void couples: this one cannot be measured."""
+"""Void pairs in a row: this one cannot be measured."""
+MAX_VOID_COUPLES = 3
+"""Steps of this run cannot be timed, with epochs of two batches for example: pairs have to do."""
 CLEAR_GAIN = 1.15
 """Estimates of a whole step from pairs were up to 13 % too high: a gain above this needs no windows."""
 NEAR = 1.05
@@ -144,9 +146,17 @@ class Duel:
         margin = self._limits.min_speedup if rival is None else 1.0
         outcome_at = partial(outcome_of, one.couples, min_speedup=margin, max_num=MAX_COUPLES)
         outcome = outcome_at(confidence=confidence)
-        if outcome == "pending" and self._num_void_couples < MAX_VOID:
+        if outcome == "pending" and self._num_void_couples < MAX_VOID_COUPLES:
             return Windows(None if rival is None else rival.candidate, one.candidate)
-        log_ratio = statistics.median(one.couples) if one.couples else 0.0
+        log_ratio, where = self._in_the_middle()
         if outcome != "no_gain" and log_ratio > 0:
             return Won(is_sure=outcome_at(confidence=self._limits.confidence) == "gain")
-        return Lost(f"{times(log_ratio)} {EAGER if rival is None else rival.name} in real steps", rival is not None)
+        return Lost(f"{times(log_ratio)} {EAGER if rival is None else rival.name} in {where}", rival is not None)
+
+    def _in_the_middle(self) -> tuple[float, str]:
+        """How far ahead the challenger is, and in what: real steps, or passes where no step could be timed."""
+        one, rival = self.challenger, self._rival
+        if one.couples:
+            return statistics.median(one.couples), "real steps"
+        ahead = one.log_ratios if rival is None else one.differences(rival)
+        return statistics.median(ahead) if ahead else 0.0, "a pass"

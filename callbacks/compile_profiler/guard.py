@@ -217,6 +217,11 @@ class Guard:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
+    def forget(self) -> None:
+        """Let go of what is kept for a retry: no step runs here any more."""
+        self._state, self._random, self._call, self._kept_buffers = None, None, None, False
+        self._saved_buffers, self._known, self._learning = [], _Known(), LEARNING_STEPS
+
     @property
     def coldness(self) -> float | None:
         """How much longer Python is in the compiled call of a real step than in a pair's, ``None`` while not known.

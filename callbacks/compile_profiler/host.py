@@ -65,7 +65,8 @@ def last_step(trainer: Trainer) -> int | None:
     if trainer.train_dataloader is None or not trainer.lightning_module.automatic_optimization:
         return None
     num_steps = trainer.estimated_stepping_batches
-    return int(num_steps) if math.isfinite(num_steps) else None
+    # -1: epochs of a data set without a length, and no limit in steps.
+    return int(num_steps) if math.isfinite(num_steps) and num_steps >= 0 else None
 
 
 def autocast_dtype(trainer: Trainer) -> torch.dtype | None:
@@ -94,9 +95,15 @@ def seconds_left(trainer: Trainer, step_s: float) -> float:
         trainer: the Trainer.
         step_s: seconds of one batch.
     """
-    num_steps, done = float(trainer.estimated_stepping_batches), max(int(trainer.global_step), 1)
-    num_batches = int(trainer.fit_loop.epoch_loop.total_batch_idx) + 1
-    left_s = [(num_steps - done) / done * num_batches * step_s]
+    loop, num_steps = trainer.fit_loop.epoch_loop, int(trainer.global_step)
+    left_s = [math.inf]
+    if trainer.max_steps >= 0 and num_steps:  # as the loop counts: each optimizer's, and none of raw optimizers
+        num_batches = int(loop.total_batch_idx) + 1
+        left_s.append((trainer.max_steps - num_steps) / num_steps * num_batches * step_s)
+    if (trainer.max_epochs or -1) >= 0 and math.isfinite(trainer.num_training_batches):
+        epochs_left = trainer.max_epochs - trainer.current_epoch
+        num_left = epochs_left * trainer.num_training_batches - loop.batch_progress.current.ready
+        left_s.append(num_left * step_s)
     for callback in trainer.callbacks:  # max_time is a callback
         remaining = getattr(callback, "time_remaining", None)
         if callable(remaining) and (seconds := remaining()) is not None:

@@ -59,6 +59,7 @@ class Ledger:
         self._asked_at = 0, 0  # pairs and couples of windows seen when the question was opened
         self.samples: list[Sample] = []
         self.window_samples: list[Sample] = []
+        self.void_couples: list[Sample] = []
         self.validations: list[Sample] = []
         self._pairs_s: list[float] = []
         self.num_steps = 0
@@ -92,6 +93,8 @@ class Ledger:
         """Let this be all that has been seen of the compiled arm: it is another one now."""
         self.samples[:], self.memory = samples, memory
         self.window_samples.clear()
+        self.void_couples.clear()
+        self.validations.clear()
         self._asked_at = 0, 0
 
     def add_validation(self, sample: Sample, seconds: float) -> None:
@@ -103,6 +106,10 @@ class Ledger:
     def num_recent_compiling(self) -> int:
         """Of the last ``RECENT_STEPS`` steps, those in which something was compiled."""
         return sum(seconds is not None for seconds in self._recent_compiling_s)
+
+    def forget_recent_compiling(self) -> None:
+        """Steps run on another arm from here on."""
+        self._recent_compiling_s.clear()
 
     @property
     def recent_compile_s(self) -> float:

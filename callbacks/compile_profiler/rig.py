@@ -50,6 +50,11 @@ class Stand:
         self.arm.release()
         self.matching.release()
 
+    def forget(self) -> None:
+        """Drop copies of batch and buffers too; to be called between two steps, which could still need them."""
+        for guard in self.guards.values():
+            guard.forget()
+
 
 class Rig:
     """The way of a step through the compiled arm, and the means to measure it, or another one beside it.

@@ -71,6 +71,7 @@ class Seat:
             self.rig is not None
             and self._times.between
             and self.rig.door.at_boundary()
+            and self.rig.door.last_call is not None  # a closure that was not called, behind a change of arms
             and not self.is_over
             and not profiler_is_on()  # it slows eager down more than compiled, and the pair would be in its record
         )
@@ -148,7 +149,9 @@ class Seat:
         couple, self._times.couple = self._times.couple, None
         if couple is None or common.window_eager_s is None or common.window_compiled_s is None:
             return
-        if not common.window_void:
+        if common.window_void:
+            self._ledger.void_couples.append(couple)
+        else:
             eager_s, compiled_s = common.window_eager_s, common.window_compiled_s
             self._ledger.window_samples.append(replace(couple, eager_s=eager_s, compiled_s=compiled_s, void=None))
         if self._judgement.verdict.decision != "undecided":

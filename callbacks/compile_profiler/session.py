@@ -13,10 +13,10 @@ from torch import Tensor
 from compile_profiler import checkpoint, host, machine
 from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
-from compile_profiler.candidates import Candidate
+from compile_profiler.candidates import Candidate, configured
 from compile_profiler.clock import Clock, profiler_is_on
 from compile_profiler.company import Company
-from compile_profiler.contest import Contest, configured
+from compile_profiler.contest import Contest
 from compile_profiler.explainer import Explainer
 from compile_profiler.export import Export
 from compile_profiler.group import LostError
@@ -333,7 +333,7 @@ class Session:
         """Compare both arms on the batch of validation at hand."""
         assert self._seat.rig is not None
         call, pairs = self._seat.rig.door.last_validation_call, self._seat.rig.pairs
-        if call is None or pairs is None or pairs.stopped or profiler_is_on():
+        if call is None or pairs is None or pairs.stopped or profiler_is_on() or self._search is not None:
             return
         began_s = time.perf_counter()
         self._num_since_validation = 0

@@ -12,6 +12,8 @@ from compile_profiler.records import Sample
 WINDOW_STEPS = 20
 SETTLE_STEPS = 2
 """Steps after a switch of arms or a pair that are not timed: caches, allocator and launch queue are not theirs yet."""
+MAX_STRETCH = 3
+"""Of a window that is interrupted again and again: so many times its length in steps, then it ends as it is."""
 MAX_IDLE_SHARE = 0.1
 """A device that lags may have been done within what came after the last step, nobody knows when: a part of a window of
 which more than this share has passed since is not used."""
@@ -101,7 +103,8 @@ class Alternation:
     Args:
         clock: seconds on the module's device.
         seed: of the coin.
-        window_steps: timed steps in a window, at least; it ends with an optimizer step.
+        window_steps: timed steps in a window, at least; it ends with an optimizer step. Where epochs or validation
+            leave too few of them in ``MAX_STRETCH`` as many steps, it ends with those it has.
         settle_steps: untimed steps after each switch.
         of_all: several processes take these windows, so that arms change after a fixed number of steps, timed or not.
         eager_is_free: the eager arm stands for a run without the callback; ``False``: for another compiled one.
@@ -158,10 +161,11 @@ class Alternation:
         self._window.step(own_s)
         self._num_in_window += 1
         num_steps = self._num_in_window - self._settle_steps if self._of_all else self._window.num_steps
-        if not boundary or num_steps < self._window_steps:
+        is_stretched = self._num_in_window >= MAX_STRETCH * self._window_steps
+        if not boundary or not (num_steps >= self._window_steps or is_stretched):
             return None
         found = self._window.close(settle_steps=self._settle_steps)
-        if found is None and not self._of_all:  # its last part could not be told
+        if found is None and not self._of_all and not is_stretched:  # its last part could not be told
             return None
         self._num_in_window = 0
         arm = self._order.pop(0)
