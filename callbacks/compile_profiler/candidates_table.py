@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 
 from rich.box import SIMPLE
@@ -39,7 +40,7 @@ CANDIDATE_HEADER = (
 MAX_IN_TABLE = 12  # rows: the table is read at a glance
 MAX_IN_MARKDOWN = 40  # the page is scrolled; the JSON file has them all
 _MAX_WHY = 120  # characters on the screen, where the column is narrow: the message of an error can be long
-_MAX_NAME = 26  # columns
+_MAX_NAME = 26  # columns: a target, or a mode, on a line of its own
 _STACKED = (
     "candidate\nstatus\n",
     "a pass\ninterval\npairs",
@@ -85,12 +86,12 @@ def candidates_table(found: SearchReport) -> Table:
     2
     """
     grid = Table(title="Candidates", box=SIMPLE, leading=1)
-    for n, column in enumerate(_STACKED):
-        grid.add_column(column, overflow="fold", no_wrap=n > 0, max_width=None if n else _MAX_NAME)
-    grid.add_column("why\n\n", overflow="fold")
     rows = _tried_first(found)
+    for column in _STACKED:
+        grid.add_column(column, no_wrap=True)
+    grid.add_column("why\n\n", overflow="fold")
     for name, one in rows[:MAX_IN_TABLE]:
-        head = Text(f"{one_line(name)}\n{one.status}")
+        head = Text(f"{_broken(one_line(name))}\n{one.status}")
         if one.status == "chosen":
             head.stylize("green")
         stacks = (_of_a_pass(one), _of_a_step(one), (*_costs(one), _drift(one)))
@@ -147,6 +148,17 @@ def _by_reason(untried: Iterable[CandidateResult]) -> Iterator[tuple[str, Candid
         alike.setdefault((one.status, one.why), []).append(one)
     for first, *others in alike.values():
         yield first.name + (f" and {len(others):,} more" if others else ""), first
+
+
+def _broken(name: str) -> str:
+    """A name in lines that fit their column, broken behind the target rather than anywhere.
+
+    >>> _broken("step/max-autotune-no-cudagraphs").splitlines(), _broken("step/default")
+    (['step/', 'max-autotune-no-cudagraphs'], 'step/default')
+    """
+    if max(map(len, name.split()), default=0) > _MAX_NAME:
+        name = name.replace("/", "/ ", 1)
+    return "\n".join(textwrap.wrap(name, _MAX_NAME, break_on_hyphens=False))
 
 
 def _left_out(number: int) -> str:
