@@ -120,11 +120,18 @@ def pinned(number: int) -> set[int]:
     return cores
 
 
-def fit(job: Job, *, steps: int, callbacks: Sequence[L.Callback], by_hand: Mapping[str, Any] | None = None) -> None:
-    """Train a fresh module of the job; with the options of ``torch.compile`` one that is compiled by hand."""
+def fit(
+    job: Job,
+    *,
+    steps: int,
+    callbacks: Sequence[L.Callback],
+    by_hand: Mapping[str, Any] | None = None,
+    target: str = "step",
+) -> None:
+    """Train a fresh module of the job; with the options of ``torch.compile`` one whose target is compiled by hand."""
     L.seed_everything(0, verbose=False)
     with torch.device("cuda" if on_gpu() else "cpu"):
-        module = job.module(by_hand=by_hand)
+        module = job.module(by_hand=by_hand, target=target)
     # Lightning makes bfloat16 of float16 on a CPU, unless it is given the plugin.
     fp16_on_cpu = job.precision == "16-mixed" and not on_gpu()
     numbers: dict[str, Any] = {"plugins": [MixedPrecision("16-mixed", "cpu")]} if fp16_on_cpu else {}

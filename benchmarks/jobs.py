@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from compile_profiler.parts import submodules
+
 NUM_BATCHES = 4
 """Different batches of a job; a run goes through them again and again, in one epoch."""
 
@@ -25,10 +27,15 @@ class Step(L.LightningModule):
         self.net = net
         self._loss = loss
 
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The network's output."""
+        output: Tensor = self.net(inputs)
+        return output
+
     def loss_of(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The part of the step that can be compiled by hand, for nothing in it logs."""
         inputs, targets = batch
-        return self._loss(self.net(inputs), targets)
+        return self._loss(self(inputs), targets)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The loss, logged."""
@@ -90,9 +97,19 @@ class Job:
     precision: Any = "32-true"
     delay_s: float = 0.0
 
-    def module(self, *, by_hand: Mapping[str, Any] | None = None) -> Step:
-        """A fresh module; with the options of ``torch.compile`` one that is compiled by hand."""
-        return Step(self.net(), self.loss) if by_hand is None else StepByHand(self.net(), self.loss, by_hand)
+    def module(self, *, by_hand: Mapping[str, Any] | None = None, target: str = "step") -> Step:
+        """A fresh module; with the options of ``torch.compile`` one whose ``target`` is compiled by hand.
+
+        Raises:
+            ValueError: the target is ``blocks``, and the network has no repeated ones.
+        """
+        if by_hand is not None and target == "step":
+            return StepByHand(self.net(), self.loss, by_hand)
+        module = Step(self.net(), self.loss)
+        if by_hand is not None:
+            for part in submodules(module, target).values():
+                part.compile(**by_hand)
+        return module
 
     def loader(self, num_steps: int, *, pinned: bool) -> DataLoader[tuple[Tensor, Tensor]]:
         """One epoch of so many batches, in page-locked memory if ``pinned``."""

@@ -314,6 +314,7 @@ def simulate(
         num_leaves=job.num_leaves,
         search_budget=search_budget,
         known=next((candidate for candidate, name in names.items() if name == known), None),
+        known_speedup=job.arms[known].steps if known in job.arms else None,
         remembered_s={known: job.arms[known].compile_s * warmth} if known in job.arms else {},
     )
 

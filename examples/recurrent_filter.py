@@ -83,6 +83,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-steps", type=int, default=600)
     parser.add_argument("--root-dir", default="runs", help="where TensorBoard looks")
+    parser.add_argument("--mode", help="of the profiler: auto searches for the fastest way, where the run is long")
     parser.add_argument("--plain", action="store_true", help="train without the profiler")
     args = parser.parse_args()
-    main(args.max_steps, [] if args.plain else None, args.root_dir)
+    main(args.max_steps, [] if args.plain else [CompileProfiler(mode=args.mode)], args.root_dir)

@@ -24,6 +24,18 @@ def _same_start():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session")
+def search_on_disk(tmp_path_factory):
+    """One real run of mode="auto" for all that show such a run."""
+    from auto_runs import logged_search  # not before the compile cache has its place
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = logged_search(tmp_path_factory.mktemp("search"))
+    torch.set_num_threads(threads)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path, monkeypatch):
     """Whatever a run writes without being told where goes into the test's own folder."""

@@ -43,6 +43,7 @@ DOORS = {
     "CompileProfiler._give_up": "called once something has failed",
     "StepDoor._entry.<locals>.enter": "the strategy's step",
     "StepDoor._exit.<locals>.backward": "the precision plugin's backward",
+    "called_once": "likewise, on its way",
     "called_once.<locals>.stand_in": "the module's step",
     "Guard.forward": "likewise",
     "Guard.backward": "of the loss",

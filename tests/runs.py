@@ -74,6 +74,20 @@ class InMemoryLogger(Logger):
         return [step for step, row in self.rows if tag in row]
 
 
+class Files(InMemoryLogger):
+    """Keeps a file of each text, as the loggers of services do."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts, self.described = [], {}
+
+    def log_text(self, key, columns=None, data=None, step=None):
+        self.texts.append((key, data[0][0]))
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        self.described.update(params)
+
+
 def loaders(num=320, batch_size=8):
     """A shuffled training loader and a validation loader over the same random numbers."""
     data = TensorDataset(torch.randn(num, 8), torch.randn(num, 1))

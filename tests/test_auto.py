@@ -6,112 +6,23 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from auto_runs import (
+    FOR_LONG,
+    Backend,
+    Pausing,
+    StopAt,
+    failing,
+    halfway,
+    not_finite,
+    out_of_memory,
+    row,
+    scaled,
+    searched,
+    slowly,
+)
 from compile_profiler import CompileProfiler
-from compile_profiler.records import Report
 from compile_profiler.windows import Alternation
 from runs import Regression, differences, left_behind, train
-
-PAUSE_S = 0.015
-FOR_LONG = 1_000_000  # steps of a run that a search is worth; StopAt ends it
-
-
-class Pausing(Regression):
-    """Eager pauses in the network; compiled code does what its backend says."""
-
-    def forward(self, x):
-        if not torch.compiler.is_compiling():
-            time.sleep(PAUSE_S)
-        return super().forward(x)
-
-
-class StopAt(Callback):
-    """Ends a long run early."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, *_):
-        trainer.should_stop = trainer.global_step >= self.step
-
-
-class StopAfterSearch(StopAt):
-    """Ends it so many steps after its search has settled, at ``step`` at the latest."""
-
-    def __init__(self, profiler, more, step):
-        super().__init__(step)
-        self.profiler, self.more = profiler, more
-
-    def on_train_batch_end(self, trainer, *_):
-        search = self.profiler.report.search
-        if search is not None and search.settled:
-            self.step = min(self.step, trainer.global_step + self.more)
-        super().on_train_batch_end(trainer)
-
-
-class Backend:
-    """Does to the graph of a whole step, which has the loss in it, what ``step`` says, to others what ``forward`` says.
-
-    Each is a function of the graph and its inputs; ``calls`` are the names of the graphs run, in order.
-    """
-
-    def __init__(self, **does):
-        self.does = does
-        self.calls = []
-        self.__qualname__ = "planted"
-
-    def __call__(self, graph, example_inputs):
-        name = (
-            "step"
-            if any(node.target == "pow" or "pow" in str(node.target) for node in graph.graph.nodes)
-            else "forward"
-        )
-
-        def run(*inputs):
-            self.calls.append(name)
-            return self.does.get(name, _as_it_is)(graph, inputs)
-
-        return run
-
-
-def _as_it_is(graph, inputs):
-    return graph.forward(*inputs)
-
-
-def _halfway(graph, inputs):
-    time.sleep(PAUSE_S / 2)
-    return graph.forward(*inputs)
-
-
-def _slowly(graph, inputs):
-    time.sleep(2 * PAUSE_S)
-    return graph.forward(*inputs)
-
-
-def _scaled(graph, inputs):
-    return [3 * output for output in graph.forward(*inputs)]
-
-
-def _not_finite(graph, inputs):
-    return [float("nan") * output for output in graph.forward(*inputs)]
-
-
-def _failing(graph, inputs):
-    raise RuntimeError("planted failure")
-
-
-def _out_of_memory(graph, inputs):
-    raise torch.OutOfMemoryError("planted")
-
-
-def searched(module_class=Pausing, *, more=20, step=900, callbacks=(), max_steps=FOR_LONG, backend=None, **arguments):
-    """Report, module and trainer of a run with a search; candidates are the step and ``forward`` unless named."""
-    arguments = {"candidates": ["step", "forward"], "backend": backend or Backend(), **arguments}
-    profiler = CompileProfiler(mode="auto", verbose=False, **arguments)
-    callbacks = [profiler, StopAfterSearch(profiler, more, step), *callbacks]
-    module, trainer = train(module_class, callbacks, max_steps=max_steps, validate=False)
-    report = profiler.report
-    assert Report.from_dict(report.to_dict()) == report
-    return report, module, trainer
 
 
 def assert_trained_as_in_eager(module, trainer):
@@ -120,14 +31,9 @@ def assert_trained_as_in_eager(module, trainer):
     assert not differences(left_behind(module, trainer), left_behind(plain, other))
 
 
-def row(report, name):
-    """What is known of one candidate."""
-    return next(one for one in report.search.candidates if one.name == name)
-
-
 @pytest.mark.parametrize(("slow", "fast"), [("step", "forward"), ("forward", "step")])
 def test_it_settles_on_the_fastest_and_trains_on_that(slow, fast):
-    backend = Backend(**{slow: _halfway})
+    backend = Backend(**{slow: halfway})
 
     report, _, _ = searched(backend=backend, more=40)
 
@@ -160,10 +66,10 @@ def test_a_run_that_is_too_short_compiles_nothing():
 @pytest.mark.parametrize(
     ("does", "reason"),
     [
-        (_failing, "runtime_error"),
-        (_out_of_memory, "out_of_memory"),
-        (_scaled, "drift"),
-        (_not_finite, "non_finite"),
+        (failing, "runtime_error"),
+        (out_of_memory, "out_of_memory"),
+        (scaled, "drift"),
+        (not_finite, "non_finite"),
     ],
 )
 def test_a_candidate_that_cannot_be_used_is_dropped_and_the_next_is_tried(does, reason):
@@ -184,7 +90,7 @@ def test_what_training_runs_on_may_fail_and_the_search_goes_on():
 
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if profiler.report.search.active == "step/default":
-                backend.does["step"] = _failing
+                backend.does["step"] = failing
 
     profiler = CompileProfiler(mode="auto", backend=backend, candidates=["step", "forward"], verbose=False)
     module, trainer = train(Pausing, [profiler, Arming(), StopAt(200)], max_steps=FOR_LONG, validate=False)
@@ -199,7 +105,7 @@ def test_what_training_runs_on_may_fail_and_the_search_goes_on():
 
 
 def test_where_nothing_gains_the_run_ends_in_eager_with_nothing_left_behind():
-    backend = Backend(step=_slowly, forward=_slowly)
+    backend = Backend(step=slowly, forward=slowly)
 
     report, module, trainer = searched(Regression, backend=backend)
 
@@ -234,9 +140,9 @@ def test_windows_of_real_steps_are_the_last_word(monkeypatch):
 
 
 def test_the_next_run_of_the_same_job_begins_with_the_winner():
-    backend = Backend(step=_halfway)
+    backend = Backend(step=halfway)
     first, _, _ = searched(backend=backend)
-    again = Backend(step=_halfway)
+    again = Backend(step=halfway)
 
     second, _, _ = searched(backend=again)
 
@@ -247,14 +153,15 @@ def test_the_next_run_of_the_same_job_begins_with_the_winner():
 
 
 def test_that_nothing_gains_is_remembered_too_unless_the_user_wants_to_look_again():
-    first, _, _ = searched(backend=Backend(step=_slowly, forward=_slowly))
-    again, forgetful = Backend(), Backend(step=_slowly, forward=_slowly)
+    first, _, _ = searched(backend=Backend(step=slowly, forward=slowly))
+    again, forgetful = Backend(), Backend(step=slowly, forward=slowly)
 
     second, _, _ = searched(backend=again)
     third, _, _ = searched(backend=forgetful, step=40, remember=False)
 
     assert first.verdict.decision == second.verdict.decision == "eager"
     assert "earlier run" in second.verdict.message
+    assert second.search.settled
     assert again.calls == []
     assert forgetful.calls
     assert row(third, "step/default").status == "tried"

@@ -2,13 +2,15 @@
 
 import json
 import time
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+import torch._dynamo
 from rich.table import Table
 
-from benchmarks import common, drift, jobs, log_size, overhead, regret, truth
+from benchmarks import auto, auto_table, common, drift, jobs, log_size, overhead, regret, truth
 
 TINY = ["--jobs", "mlp", "--quick", "--steps", "320", "--backend", "eager"]
 
@@ -140,3 +142,170 @@ def test_the_size_of_a_log_is_told_with_and_without_the_callback():
     assert found["num_pairs"] >= 8
     assert found["plain_bytes"] > 1000
     assert 10_000 < found["profiled_bytes"] - found["plain_bytes"] < 300_000
+
+
+COMPILED_PAUSE_S = 0.02
+SINGLES = ["step/default", "forward/default"]
+
+
+class PausesCompiled(torch.nn.Module):
+    """Compiled it takes longer by so much, and nothing else differs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(_paused(x) if torch.compiler.is_compiling() else x)
+
+
+@torch.library.custom_op("benchmarks::paused", mutates_args=())
+def _paused(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(COMPILED_PAUSE_S)
+    return x.clone()
+
+
+_paused.register_fake(torch.empty_like)
+
+
+def here(plan, environment):
+    """A run of ``benchmarks.auto`` without a process of its own."""
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COMPILE_PROFILER_CACHE_DIR", environment["COMPILE_PROFILER_CACHE_DIR"])
+        return auto.carry_out(plan)
+
+
+def test_the_best_configuration_is_the_one_that_was_planted(tmp_path, monkeypatch, capsys):
+    """Compiled pauses in every step: eager is the best, each other run has its own place, the table says so."""
+    batch = (torch.ones(2, 4), torch.ones(2, 4))
+    monkeypatch.setitem(auto.JOBS, "planted", lambda big: jobs.Job(net=PausesCompiled, batch=lambda: batch))
+    file = tmp_path / "auto.jsonl"
+    asked = ["--jobs", "planted", "--steps", "50", "--repeats", "1", "--backend", "eager", "--out", str(file)]
+
+    auto.main(asked, here)
+
+    found = auto_table.figures(auto.read(file), 50)
+    typical_s = found["seconds"]
+    assert found["num"] == {"eager": 2, **dict.fromkeys(["callback", *auto.AUTO_RUNS, *SINGLES], 1)}
+    assert found["best"] == "eager"
+    assert min(typical_s[single] for single in SINGLES) > typical_s["eager"] + 0.9 * 50 * COMPILED_PAUSE_S
+    assert found["chosen"] == dict.fromkeys(auto.AUTO_RUNS, "eager")
+    assert found["over_best"]["auto/cold"] == typical_s["auto/cold"] / typical_s["eager"]
+    assert typical_s["auto/cold"] < min(typical_s[single] for single in SINGLES)
+    assert found["noise_pct"] > 0
+    shown = capsys.readouterr().out
+    auto.main(["--table", str(file)])
+    assert "planted" in (again := capsys.readouterr().out)
+    assert again in shown
+
+
+def test_runs_are_shuffled_and_nothing_is_run_twice(tmp_path):
+    """A program that was cut short goes on where it was; a failure is a row; a search knows its own cold run alone."""
+    order, folders, cut_after = [], {}, 5
+
+    def launch(plan, environment):
+        if len(order) == cut_after:
+            raise KeyboardInterrupt
+        order.append((plan.job, plan.run))
+        place = environment["COMPILE_PROFILER_CACHE_DIR"]
+        assert not list(Path(environment["TORCHINDUCTOR_CACHE_DIR"]).iterdir())
+        if plan.run in auto.AUTO_RUNS:
+            folders.setdefault(place, []).append(plan.run)
+        if plan.run == "forward/default":
+            return {"error": "planted"}
+        return {"marks_s": {str(mark): 1.0 for mark in plan.marks}, "report": {"search": None}}
+
+    args = ["--jobs", "resnet,mlp", "--steps", "20", "--repeats", "2", "--out", str(tmp_path / "auto.jsonl")]
+    auto.main([*args, "--budget-s", "0"], launch)
+    assert order == []
+    with pytest.raises(KeyboardInterrupt):
+        auto.main(args, launch)
+    cut_after = None
+    auto.main(args, launch)
+
+    per_job = ["eager", "eager", "callback", "auto/cold", "auto/warm", "step/default", "forward/default"]
+    whole = 2 * sorted([("resnet", run) for run in [*per_job, "blocks/default"]] + [("mlp", run) for run in per_job])
+    assert sorted(order) in (sorted(whole), sorted([*whole, ("resnet", "auto/cold")]))  # cut between cold and warm
+    assert [job for job, _ in order] == sorted((job for job, _ in order), key=["resnet", "mlp"].index)
+    assert all(runs in (list(auto.AUTO_RUNS), ["auto/cold"]) for runs in folders.values())
+    halves = [[run for job, run in order if job == "mlp"][:7], [run for job, run in order if job == "mlp"][7:]]
+    assert halves[0] != halves[1]
+    assert sum("error" in row for row in auto.read(tmp_path / "auto.jsonl")) == 4
+    auto.main(args, launch=None)  # nothing is left to run
+
+
+def test_warm_caches_are_filled_by_a_round_that_does_not_count(tmp_path, capsys):
+    """All runs share one folder; the first round is in the file, not among the figures. What fails is told."""
+    folders = []
+
+    def launch(plan, environment):
+        folders.append(environment["TORCHINDUCTOR_CACHE_DIR"])
+        if plan.run == "callback":
+            return {"error": "planted"}
+        seconds = 100.0 if len(folders) <= 3 else 2.0
+        return {"marks_s": {"20": seconds}, "report": None}
+
+    args = ["--jobs", "mlp", "--steps", "20", "--repeats", "1", "--out", str(tmp_path / "auto.jsonl")]
+    with pytest.raises(SystemExit, match="failed: callback"):
+        auto.main([*args, "--warm-inductor", "--configurations", "eager,callback"], launch)
+
+    assert [row["fills"] for row in auto.read(tmp_path / "auto.jsonl")] == [True] * 3 + [False] * 3
+    assert len(set(folders)) == 1
+    shown = capsys.readouterr().out
+    assert "2.00" in shown
+    assert "100.00" not in shown
+
+
+def test_a_run_has_a_process_of_its_own(tmp_path):
+    """One that succeeds and reads its clock on the way, one that dies, one that lasts too long."""
+    plan = auto.Plan(job="mlp", run="eager", steps=20, marks=(10, 20), big=False, backend="eager")
+
+    found = auto.in_a_process(plan, {}, run_s=120.0)
+
+    assert 0 < found["marks_s"]["10"] < found["marks_s"]["20"]
+    assert auto.in_a_process(plan, {"PYTHONHOME": str(tmp_path)}, run_s=120.0)["error"].startswith("exit code 1: ")
+    assert auto.in_a_process(plan, {}, run_s=0.1) == {"error": "took longer than 0.1 s"}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks for it at a block's input
+@pytest.mark.parametrize(("target", "graphs_a_step"), [("step", 1), ("forward", 1), ("blocks", 2)])
+def test_each_target_is_compiled_by_hand(target, graphs_a_step):
+    """The whole step, the module and each of its two blocks; the loss is that of eager."""
+    runs = []
+
+    def counting(graph, example_inputs):
+        return lambda *inputs: runs.append(1) or graph.forward(*inputs)
+
+    torch._dynamo.reset()
+    job = jobs.gpt(False)
+    losses, batch = [], next(iter(job.loader(1, pinned=False)))
+    for by_hand in (None, {"backend": counting}):
+        torch.manual_seed(0)
+        module = job.module(by_hand=by_hand, target=target)
+        module.log = lambda *_: None  # there is no Trainer in this test
+        losses += [module.training_step(batch, 0)]
+
+    assert len(runs) == graphs_a_step
+    torch.testing.assert_close(*losses)
+
+
+def test_every_job_has_its_rank():
+    """A new job is measured too."""
+    assert sorted(auto.RANKED) == sorted(jobs.JOBS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["--jobs", "unheard"], "--jobs must name some of"),
+        (["--steps", "many"], "--steps must be whole numbers"),
+        (["--repeats", "0"], "must be at least 1"),
+        (["--configurations", "step/unheard"], "--configurations must name some of"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(wrong, told, capsys):
+    """Before anything is trained, with what was expected."""
+    with pytest.raises(SystemExit):
+        auto.main(wrong)
+    assert told in capsys.readouterr().err

@@ -125,6 +125,23 @@ def test_compare_shows_a_column_for_each_run(logs):
     assert "cannot be compared" not in shown.output
 
 
+def test_show_prints_the_candidates_of_a_search(search_on_disk):
+    shown = called("show", search_on_disk.folder).output
+    table = shown[shown.index("Candidates") :]
+
+    assert "2 of 3 tried" in unwrapped(shown)
+    assert table.index("forward/default") < table.index("step/default ") < table.index("step/default/dynamic")
+    assert "\x1b" not in shown
+
+
+def test_compare_says_what_a_search_has_found(search_on_disk, logs):
+    both = unwrapped(called("compare", search_on_disk.folder, logs / "watched").output)
+    without = called("compare", logs / "slow", logs / "watched").output
+
+    assert "search forward/default, 2 of 3 tried \N{EN DASH}" in both
+    assert "search" not in without
+
+
 def test_compare_warns_where_times_are_of_different_machines(logs, tmp_path):
     there = tmp_path / "there" / "compile_profile.json"
     there.parent.mkdir()

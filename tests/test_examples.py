@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import runpy
 from pathlib import Path
 
 import lightning as L
@@ -16,6 +17,17 @@ from compile_profiler.records import Report, Speedup, Time, Verdict
 from examples import cli, demo, digits_cnn, mlp_benchmark, recurrent_filter
 
 EXAMPLES = Path(cli.__file__).parent
+
+
+def test_the_filter_takes_a_mode_from_the_command_line(monkeypatch, tmp_path):
+    """A search, in a run that is too short for one."""
+    monkeypatch.setattr("sys.argv", ["recurrent_filter", "--mode", "auto", "--max-steps", "20", "--root-dir", "runs"])
+    runpy.run_path(recurrent_filter.__file__, run_name="__main__")
+    (file,) = tmp_path.rglob("compile_profile.json")
+    report = Report.from_dict(json.loads(file.read_text()))
+
+    assert "too short" in report.verdict.message
+    assert {one.status for one in report.search.candidates} == {"skipped"}
 
 
 @pytest.mark.parametrize("example", [digits_cnn, recurrent_filter, mlp_benchmark])

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import compile_cases as cases
+from benchmarks import auto
 from compile_profiler import CompileProfiler
 from compile_profiler.cli import main
 from compile_profiler.scaling import LossScale
@@ -472,3 +473,15 @@ def test_pools_of_cuda_graphs_are_given_back_when_the_run_goes_back_to_eager():
 
     assert profiler.report.verdict.reason == "no_gain"
     assert reserved.sizes[profiler.report.verdict.step - 2] - reserved.sizes[-1] > 16 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["step", "forward", "blocks"])
+def test_the_benchmark_of_searches_compiles_with_cuda_graphs_by_hand(target):
+    """Every target that a search can choose can be had without it, on the job that has them all."""
+    name = f"{target}/reduce-overhead"
+    assert name in auto.singles("gpt", False)
+
+    found = auto.carry_out(auto.Plan(job="gpt", run=name, steps=20, marks=(10, 20), big=False, backend="inductor"))
+
+    assert 0 < found["marks_s"]["10"] < found["marks_s"]["20"]

@@ -11,8 +11,10 @@ from click.testing import CliRunner
 
 from compile_profiler import CompileProfiler, Report
 from compile_profiler.cli import main
-from compile_profiler.page import page, picture
+from compile_profiler.page import page
+from compile_profiler.pictures import bars, picture, timeline
 from compile_profiler.records import Compiles, Drift, Environment, Event, Verdict
+from compile_profiler.results import CandidateResult, SearchReport, Switch
 from compile_profiler.scalars import CHARTS
 from runs import Regression, train
 
@@ -49,6 +51,19 @@ def hostile():
         compiles=Compiles(graph_breaks=1, events=(event,)),
         drift=Drift(worst_parameter=HOSTILE, noise_floor=0.0),
         environment=Environment(device=HOSTILE, strategy=HOSTILE),
+        search=search_of(HOSTILE),
+    )
+
+
+def search_of(text):
+    """A search in which every name and every reason is this text."""
+    measured = CandidateResult(
+        name=text, target=text, status="chosen", why=text, step=3, end_to_end=1.5, end_to_end_method=text
+    )
+    return SearchReport(
+        active=text,
+        candidates=(measured, CandidateResult(name=f"{text}/b", target=text, status="skipped", why=text)),
+        switches=(Switch(step=1, name="eager"), Switch(step=9, name=text)),
     )
 
 
@@ -61,6 +76,7 @@ def tame(report):
         compiles=Compiles(graph_breaks=1, events=(dataclasses.replace(event, function="a", file="a", detail="a"),)),
         drift=Drift(worst_parameter="a", noise_floor=0.0),
         environment=Environment(device="a", strategy="a"),
+        search=search_of("a"),
     )
 
 
@@ -87,7 +103,7 @@ def test_nothing_is_executed_and_no_request_leaves():
 
     assert not read.named("script", "link", "iframe", "object", "embed", "form", "base")
     assert not [name for _, attributes in read.elements for name in attributes if name.startswith("on")]
-    assert len(addresses) == len(CHARTS)
+    assert len(addresses) == len(CHARTS) + 2  # of a search: its bars, what training ran on
     assert all(address.startswith("data:image/svg+xml;base64,") for address in addresses)
     assert {"http-equiv": "Content-Security-Policy"}.items() <= read.named("meta")[1].items()
     assert read.named("meta")[1]["content"].startswith("default-src 'none';")
@@ -104,6 +120,53 @@ def test_the_page_of_a_real_run_has_its_figures_and_every_chart(tmp_path):
     assert (written.exit_code, written.output) == (0, f"Written: {out}\n")
     assert f"{profiler.report.speedup.median:.2f}x" in read.texts
     assert [image["alt"] for image in read.named("img")] == [f"{chart.title}, by training step" for chart in CHARTS]
+
+
+def test_the_page_of_a_search_has_every_candidate_its_bars_and_what_training_ran_on(search_on_disk, tmp_path):
+    out = tmp_path / "page.html"
+    written = CliRunner().invoke(main, ["html", str(search_on_disk.events), "-o", str(out)])
+    read = Elements(out.read_text(encoding="utf-8"))
+    search = search_on_disk.report.search
+    titles = [image["alt"] for image in read.named("img")]
+    (failed,) = (one for one in search.candidates if one.status == "dropped")
+
+    assert written.exit_code == 0
+    assert titles[:2] == ["speedup of a step, by candidate", "what training ran on"]
+    assert {one.name for one in search.candidates} <= set(read.texts)
+    assert f"Training ran on eager from step {search.switches[0].step}, forward/default from step" in " ".join(
+        read.texts
+    )
+    assert "<script>alert(1)</script> [red]a|b" in failed.why
+    assert any("<script>alert(1)</script> [red]a|b" in text for text in read.texts)
+    assert not read.named("script")
+
+
+def svg_of(address):
+    """The picture itself."""
+    return base64.b64decode(address.removeprefix("data:image/svg+xml;base64,")).decode()
+
+
+NAMES = ["step/default", "$\\frac{$/default", "計算機/default", "a" * 500, "</svg><script>alert(1)</script>"]
+
+
+def test_bars_and_timeline_take_any_name_and_are_the_same_each_time():
+    """A dollar sign is no formula, a name in another script no warning, a long one no picture of text alone."""
+    candidates = [
+        CandidateResult(name=name, target="step", end_to_end=n / 2, end_to_end_low=n / 3, end_to_end_high=n)
+        for n, name in enumerate(NAMES, start=1)
+    ]
+    found = SearchReport(switches=tuple(Switch(step=9 * n, name=name) for n, name in enumerate(NAMES)))
+    for draw in (lambda: bars(candidates), lambda: timeline(found, last_step=60)):
+        assert draw() == draw()
+        assert "<script" not in svg_of(draw())
+    assert bars(candidates) != bars(candidates[:4])
+    assert timeline(found, last_step=60) != timeline(found, last_step=90)
+
+
+def test_nothing_is_drawn_of_what_nothing_is_known_of():
+    assert bars([CandidateResult(name="a", target="step", speedup=2.0)]) is None
+    assert timeline(SearchReport(), last_step=9) is None
+    assert not Elements(page(Report(search=SearchReport()), {}, name="a")).named("img")
 
 
 def test_a_hostile_folder_name_is_only_a_name(tmp_path):
@@ -128,7 +191,7 @@ def test_without_curves_the_page_says_so():
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.title)
 def test_a_picture_is_svg_the_same_each_time_and_without_links(chart):
     drawn = picture(chart, CURVES, decided_at=4)
-    svg = base64.b64decode(drawn.removeprefix("data:image/svg+xml;base64,")).decode()
+    svg = svg_of(drawn)
 
     assert drawn == picture(chart, CURVES, decided_at=4)
     assert drawn != picture(chart, CURVES)

@@ -9,10 +9,11 @@ import pytest
 from compile_profiler import CompileProfiler, Report
 from compile_profiler.export import Export
 from compile_profiler.records import Compiles, Event, Speedup, Time, Verdict
-from compile_profiler.scalars import CHARTS, EVENTS_TAG, SCALARS, VERDICT_TAG
-from runs import InMemoryLogger, Regression, fit, sleepy, train
+from compile_profiler.results import CandidateResult, SearchReport, Switch
+from compile_profiler.scalars import CHARTS, EVENTS_TAG, SCALARS, SEARCH_CHART, SEARCH_TAG, VERDICT_TAG
+from runs import Files, InMemoryLogger, Regression, fit, sleepy, train
 
-TAGS = {scalar.tag for scalar in SCALARS}
+TAGS = {scalar.tag for scalar in SCALARS} - {"compile/candidate"}  # that of a search
 
 
 @pytest.mark.parametrize("log_every_n_steps", [1, 5])
@@ -209,20 +210,66 @@ def test_a_text_is_written_again_only_if_it_has_changed(tmp_path):
     assert [event.step for event in events.Tensors(f"{VERDICT_TAG}/text_summary")] == [0, 2]
     assert [event.step for event in events.Tensors(f"{EVENTS_TAG}/text_summary")] == [0, 3]
     assert [event.step for event in events.Scalars("compile/speedup")] == [0, 1, 2, 3]
+    assert f"{SEARCH_TAG}/text_summary" not in events.Tags()["tensors"]
+    assert "compile/candidate" not in events.Tags()["scalars"]
 
 
-class Files(InMemoryLogger):
-    """Keeps a file of each text, as the loggers of services do."""
+def search_after(num_pairs, *, num_tried, num=24):
+    """A search of so many candidates, the last one tried being measured in so many pairs."""
+    names = [f"step/mode-{n}" for n in range(num)]
+    tried = [
+        CandidateResult(name=name, target="step", step=n, status="dropped", why="0.90x eager in a pass")
+        for n, name in enumerate(names[: num_tried - 1])
+    ]
+    now = CandidateResult(
+        name=names[num_tried - 1], target="step", step=num_tried, status="tried", num_pairs=num_pairs, speedup=1.5
+    )
+    left = [CandidateResult(name=name, target="step", why=f"waits for {name}") for name in names[num_tried:]]
+    return SearchReport(candidates=(*tried, now, *left), switches=(Switch(step=0, name="eager"),))
 
-    def __init__(self):
-        super().__init__()
-        self.texts, self.described = [], {}
 
-    def log_text(self, key, columns=None, data=None, step=None):
-        self.texts.append((key, data[0][0]))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_table_of_candidates_is_written_again_only_if_one_gets_further(tmp_path):
+    """Its figures change with every pair: a file that kept each of them would have no bounds."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def log_hyperparams(self, params, *args, **kwargs):
-        self.described.update(params)
+    export, logger = exported(tmp_path)
+    before = written(logger)
+    for step in range(384):  # 24 candidates with the 16 pairs that one may take
+        export.log(Report(search=search_after(step % 16, num_tried=1 + step // 16)), step)
+    export.log(Report(search=search_after(16, num_tried=24)), 384, last=True)
+    grown = written(logger) - before
+    events = EventAccumulator(logger.log_dir, size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    texts = events.Tensors(f"{SEARCH_TAG}/text_summary")
+
+    assert [event.step for event in texts] == [*range(0, 384, 16), 384]
+    assert b"16 pairs" in texts[-1].tensor_proto.string_val[0]
+    assert grown < 384 * 2_500
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_search_is_logged_with_its_table_and_what_training_runs_on(search_on_disk):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    search = search_on_disk.report.search
+    events = EventAccumulator(str(search_on_disk.events), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    places = {"eager": 0, **{one.name: place for place, one in enumerate(search.candidates, start=1)}}
+    curve = [(event.step, event.value) for event in events.Scalars("compile/candidate")]
+    table = events.Tensors(f"{SEARCH_TAG}/text_summary")[-1].tensor_proto.string_val[0].decode()
+
+    assert [switch.name for switch in search.switches] == ["eager", "forward/default"]
+    switched_at = search.switches[-1].step
+    assert {value for step, value in curve if step < switched_at} == {places["eager"]}
+    assert {value for step, value in curve if step >= switched_at} == {places["forward/default"]} == {3}
+    assert "| 3 | forward/default | chosen |" in table
+    assert SEARCH_CHART.title in [chart.title for chart in layouts(search_on_disk.events)[0].category[0].chart]
+
+
+def test_a_logger_that_makes_files_gets_the_table_of_candidates_at_the_decision_and_at_the_end(search_on_disk):
+    texts = [text for key, text in search_on_disk.files.texts if key == SEARCH_TAG]
+
+    assert 1 <= len(texts) <= 3
+    assert "forward/default | chosen" in texts[-1]
 
 
 def test_a_logger_that_makes_files_gets_a_text_at_changes_of_the_decision_and_what_is_compiled_how():

@@ -13,7 +13,7 @@ from compile_profiler import CompileProfiler
 from compile_profiler.scalars import EVENTS_TAG, SCALARS, VERDICT_TAG, described
 from runs import Regression, sleepy, train
 
-TAGS = {scalar.tag for scalar in SCALARS}
+TAGS = {scalar.tag for scalar in SCALARS} - {"compile/candidate"}  # that of a search
 
 
 def profiled(logger):

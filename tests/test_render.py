@@ -7,6 +7,7 @@ import io
 
 import pytest
 
+from compile_profiler.candidates_table import MAX_IN_MARKDOWN, MAX_IN_TABLE, candidates_markdown
 from compile_profiler.records import (
     Compiles,
     Drift,
@@ -22,16 +23,13 @@ from compile_profiler.records import (
 from compile_profiler.render import (
     MAX_EVENTS_IN_MARKDOWN,
     MAX_EVENTS_IN_TABLE,
-    MAX_TEXT,
     PLAIN_WIDTH,
-    UNKNOWN,
     events_markdown,
-    place,
     print_table,
-    seconds,
-    size,
     verdict_markdown,
 )
+from compile_profiler.results import CandidateResult, SearchReport, Switch
+from compile_profiler.wording import MAX_TEXT, UNKNOWN, place, seconds, size
 
 GRAPH = Event(step=0, epoch=0, stage="train", kind="graph", function="training_step", seconds=17.25)
 BREAK = Event(
@@ -113,6 +111,56 @@ SingleDeviceStrategy | world size 1 | tf32 | deterministic
     .split(" | ")
 )
 
+WINNER = CandidateResult(
+    name="step/reduce-overhead",
+    target="step",
+    mode="reduce-overhead",
+    status="chosen",
+    why="the best so far, by estimate",
+    step=120,
+    compile_s=31.5,
+    speedup=2.491,
+    speedup_low=2.4,
+    speedup_high=2.6,
+    num_pairs=11,
+    num_void=2,
+    end_to_end=1.903,
+    end_to_end_low=1.85,
+    end_to_end_high=1.95,
+    end_to_end_method="windows",
+    peak_bytes=3 * 2**30,
+    loss_rel=1e-7,
+    grad_rel=2.5e-6,
+)
+LOSER = CandidateResult(name="step/default", target="step", status="dropped", why="slower than another", step=12)
+SKIPPED = tuple(
+    CandidateResult(name=f"{target}/max-autotune", target=target, status="skipped", why="autotuning takes minutes")
+    for target in ("step", "forward", "blocks")
+)
+SEARCH = SearchReport(
+    active=WINNER.name,
+    settled=True,
+    spent_s=48.25,
+    budget_s=360.0,
+    run_s=3600.0,
+    run_is_assumed=True,
+    candidates=(LOSER, *SKIPPED, WINNER),
+    switches=(Switch(step=12, name="eager"), Switch(step=240, name=WINNER.name)),
+)
+SEARCHED = dataclasses.replace(FULL, search=SEARCH)
+
+# What a reader must find of that search, on the screen and in TensorBoard.
+OF_THE_SEARCH = (
+    """
+2 of 5 tried | training on step/reduce-overhead since step 240 | took 48.2 s | budget 6.00 min of an assumed run of
+step/reduce-overhead | chosen | 2.49x | 2.40x to 2.60x | 11 pairs, 2 void | 1.90x | 1.85x to 1.95x | by windows
+31.5 s | 3.00 GiB | 2.5e-06 | the best so far | by estimate | step/default | dropped | slower than another
+step/max-autotune and 2 more | skipped | autotuning takes minutes
+""".strip()
+    .replace("\n", " | ")
+    .split(" | ")
+)
+
 HOSTILE = "[red]a|b</td><script>alert(1)</script>\n\n# `x` __init__ \\ [/] \x1b[31m \udcff {} %s"
 
 
@@ -145,7 +193,18 @@ def hostile(report: Report) -> Report:
         compiles=Compiles(events=(event,)),
         drift=Drift(worst_parameter=HOSTILE),
         environment=Environment(device=HOSTILE, strategy=HOSTILE),
+        search=hostile_search(),
     )
+
+
+def hostile_search() -> SearchReport:
+    """A search of submodules with hostile names, whose errors are hostile too."""
+    names = [f"{HOSTILE}/{n}" for n in range(2)]
+    out = CandidateResult(
+        name=names[0], target=HOSTILE, status="dropped", why=HOSTILE * 9, step=1, end_to_end_method=HOSTILE
+    )
+    left = CandidateResult(name=names[1], target=HOSTILE, status="skipped", why=HOSTILE)
+    return SearchReport(active=names[0], candidates=(out, left), switches=(Switch(step=1, name=names[0]),))
 
 
 @pytest.mark.parametrize("figure", FIGURES)
@@ -158,6 +217,55 @@ def test_table_shows_every_figure(figure: str) -> None:
 def test_card_shows_every_figure(figure: str) -> None:
     """The card of the Text tab holds the same figures as the table."""
     assert figure in verdict_markdown(FULL).replace("\\", "")
+
+
+@pytest.mark.parametrize("figure", OF_THE_SEARCH)
+def test_table_of_candidates_shows_every_figure(figure: str) -> None:
+    """What a search has found is printed below the table, with interval, pairs, method and reason."""
+    words = figure.split()
+    shown = unwrapped(printed(SEARCHED))
+
+    assert figure in shown or all(word in shown.split() for word in words)  # a column breaks between words
+    assert figure in candidates_markdown(SEARCH)
+
+
+def test_table_of_candidates_is_compact() -> None:
+    """It keeps the stated width, and so few lines that the table above it is still on the screen."""
+    lines = printed(SEARCHED).splitlines()[len(printed(FULL).splitlines()) :]
+
+    assert max(len(line) for line in lines) <= PLAIN_WIDTH
+    assert len(lines) <= 20
+
+
+def test_table_of_candidates_begins_with_the_winner() -> None:
+    """Whatever the order of the report, whose places the curve in TensorBoard names."""
+    rows = [line.split(" | ")[:2] for line in candidates_markdown(SEARCH).splitlines()[4:]]
+
+    assert rows == [["| 5", WINNER.name], ["| 1", LOSER.name], ["| 2", "step/max-autotune and 2 more"]]
+
+
+def test_candidates_that_nothing_is_known_of_are_dashes() -> None:
+    """A search that has only begun shows no zero in place of a figure, and one without candidates no table."""
+    begun = SearchReport(candidates=(CandidateResult(name="step/default", target="step"),))
+    row = candidates_markdown(begun).splitlines()[-1]
+
+    assert row == f"| 1 | step/default | untried |{f' {UNKNOWN} |' * 5} not looked at yet |"
+    assert "0 of 0 tried" in printed(Report(search=SearchReport()))
+    assert "Candidates" not in printed(Report(search=SearchReport()))
+
+
+def test_candidates_are_cut_at_the_stated_number() -> None:
+    """A user may name hundreds; the reader is told where the others are."""
+    many = tuple(
+        CandidateResult(name=f"step/{n}", target="step", status="skipped", why=f"reason {n}")
+        for n in range(MAX_IN_MARKDOWN + 1)
+    )
+    found = SearchReport(candidates=many)
+
+    assert candidates_markdown(found).count("skipped") == MAX_IN_MARKDOWN
+    assert candidates_markdown(found).endswith("\n\n1 more row in compile_profile.json")
+    assert printed(Report(search=found)).count("skipped") == MAX_IN_TABLE
+    assert f"{MAX_IN_MARKDOWN + 1 - MAX_IN_TABLE} more rows in" in unwrapped(printed(Report(search=found)))
 
 
 def test_table_is_compact() -> None:
@@ -232,14 +340,21 @@ def test_hostile_text_survives_an_old_encoding() -> None:
     assert "???" in file.read()
 
 
+def candidates_of(report: Report) -> str:
+    """The text on the search of a report."""
+    assert report.search is not None
+    return candidates_markdown(report.search)
+
+
 @pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated:DeprecationWarning")  # TensorBoard's own copy
-@pytest.mark.parametrize("show", [verdict_markdown, events_markdown])
+@pytest.mark.parametrize("show", [verdict_markdown, events_markdown, candidates_of])
 def test_hostile_text_is_only_text_in_tensorboard(show) -> None:
     """TensorBoard's own renderer makes one table, no cell more or less, no emphasis and no script of it."""
     from tensorboard.plugin_util import markdown_to_safe_html
 
     page = markdown_to_safe_html(show(hostile(FULL)))
-    plain = markdown_to_safe_html(show(dataclasses.replace(FULL, compiles=Compiles(events=(BREAK,)))))
+    calm = dataclasses.replace(SEARCH, candidates=(LOSER, SKIPPED[0]))
+    plain = markdown_to_safe_html(show(dataclasses.replace(FULL, compiles=Compiles(events=(BREAK,)), search=calm)))
 
     assert {tag: page.count(tag) for tag in ("<table>", "<tr>", "<td>")} == {
         tag: plain.count(tag) for tag in ("<table>", "<tr>", "<td>")

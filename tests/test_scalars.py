@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from compile_profiler.records import Compiles, Drift, EndToEnd, Memory, Report, Speedup, Time, Verdict
-from compile_profiler.scalars import EVENTS_TAG, SCALARS, VERDICT_TAG, markdown_table, scalars
+from compile_profiler.results import CandidateResult, SearchReport
+from compile_profiler.scalars import EVENTS_TAG, SCALARS, SEARCH_TAG, VERDICT_TAG, markdown_table, scalars
 
 PAGE = Path(__file__).parents[1] / "docs" / "scalars.md"
 
@@ -20,6 +21,7 @@ FULL = Report(
     compiles=Compiles(graphs=5, recompiles=3, graph_breaks=2),
     drift=Drift(loss_rel=1e-7, grad_rel=2e-7, grad_cosine=0.75, noise_floor=3e-8, tolerance=4e-5),
     memory=Memory(eager_peak_bytes=3 * 2**20, compiled_peak_bytes=2**19),
+    search=SearchReport(active="b", candidates=tuple(CandidateResult(name=name, target="step") for name in "ab")),
 )
 
 # The contract, written out: tag, and the number that FULL must give.
@@ -45,13 +47,14 @@ EXPECTED = {
     "compile/peak_mb/eager": 3.0,
     "compile/peak_mb/compiled": 0.5,
     "compile/active": 1.0,
+    "compile/candidate": 2.0,
 }
 
 
 def test_tags_are_the_contract() -> None:
     """The tags are the contract's, each once, in its order."""
     assert [scalar.tag for scalar in SCALARS] == list(EXPECTED)
-    assert (VERDICT_TAG, EVENTS_TAG) == ("compile/verdict", "compile/events")
+    assert (VERDICT_TAG, EVENTS_TAG, SEARCH_TAG) == ("compile/verdict", "compile/events", "compile/search")
 
 
 def test_every_tag_reads_its_own_field_in_its_own_unit() -> None:
@@ -87,6 +90,14 @@ def test_a_known_zero_is_logged() -> None:
 def test_active_says_which_arm_trains(verdict: Verdict, active: float) -> None:
     """The run counts as compiled until it is decided that it goes back to eager."""
     assert scalars(Report(verdict=verdict))["compile/active"] == active
+
+
+@pytest.mark.parametrize(("active", "place"), [("eager", 0.0), ("a", 1.0), ("b", 2.0), ("of another version", None)])
+def test_the_candidate_is_its_place_in_the_report(active: str, place: float | None) -> None:
+    """Eager is 0, the first candidate 1; a name that is not in the list has no place."""
+    search = SearchReport(active=active, candidates=FULL.search.candidates if FULL.search else ())
+
+    assert scalars(Report(search=search)).get("compile/candidate") == place
 
 
 def test_page_shows_the_table_of_the_code() -> None:

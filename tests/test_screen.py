@@ -103,6 +103,27 @@ def test_lines_of_ours_stand_alone_and_the_bar_stays_whole(bar):
         assert max(bars) < title
 
 
+SHOW = """
+import json, sys
+from pathlib import Path
+from compile_profiler import Report
+from compile_profiler.render import print_table
+print_table(Report.from_dict(json.loads(Path(sys.argv[1]).read_text())))
+"""
+
+
+def test_the_candidates_of_a_search_stand_below_the_table(search_on_disk):
+    written = on_a_terminal(SHOW, str(search_on_disk.events / "compile_profile.json"))
+    lines = [line.strip() for line in screen(written)]
+    winner = next(n for n, line in enumerate(lines) if line.startswith("forward/default"))
+
+    assert lines.index("CompileProfiler") < lines.index("Candidates") < winner
+    assert lines[winner + 1].startswith("chosen")
+    assert re.search(r"\x1b\[32mforward/default", written)  # in colour
+    assert "<script>alert(1)</script>" in written
+    assert "\x1b[31m" not in written  # what the error says is not obeyed: nothing of ours is red
+
+
 def test_where_there_is_no_terminal_the_table_is_plain_text(capsys):
     print_table(Report(verdict=Verdict(decision="eager", reason="no_gain")))
     shown = capsys.readouterr().out

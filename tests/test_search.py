@@ -459,6 +459,16 @@ def test_a_known_winner_that_wins_no_more_makes_room_for_the_others():
     assert [switch.name for switch in search.report().switches] == ["eager", GRAPHS.name, "eager", STEP.name]
 
 
+def test_a_known_winner_that_saves_less_than_it_costs_is_left_alone():
+    minute = Now(step=5, seconds_left=60.0, step_s=0.03, pass_s=0.02, host_s=0.01)
+    remembered = {"known": GRAPHS, "remembered_s": {GRAPHS.name: 2.0}}
+
+    assert search_of(STEP, GRAPHS, **remembered, known_speedup=1.3).next(minute) == Try(GRAPHS)
+    search = search_of(STEP, GRAPHS, **remembered, known_speedup=1.02)
+    assert search.next(minute).candidate is None
+    assert "too little for the time that is left" in row(search, STEP).why
+
+
 def test_a_winner_that_is_no_candidate_any_more_is_ignored():
     assert search_of(STEP, known=GRAPHS).next(HOUR) == Try(STEP)
 

@@ -324,7 +324,7 @@ def one_does_not_come():
     class Late(pl.Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if rank() == 1 and batch_idx == 14:
-                profiler._session._meeting._num_steps = -1000  # it never thinks of meeting again
+                profiler._session._company._meeting._num_steps = -1000  # it never thinks of meeting again
 
     group.MEETING_S = 2.0
     profiler = CompileProfiler(backend="eager", verbose=False)

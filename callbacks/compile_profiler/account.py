@@ -17,6 +17,7 @@ class Account:
         news: there is something to judge.
         compiled_again: something was compiled after the first compiles were over.
         compile_s: wall seconds that this process has spent on compiling.
+        is_warm: enough steps in a row were clean.
 
     Args:
         explainer: what the compiler does.
@@ -35,11 +36,7 @@ class Account:
         self.news = True
         self.compiled_again = False
         self.compile_s = 0.0
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether enough steps in a row were clean."""
-        return self._num_clean >= self._warmup_steps
+        self.is_warm = warmup_steps == 0
 
     def look(self, stage: Stage, batch: Any, *, step: int) -> bool:
         """Take what was compiled as events of ``stage``; whether there was anything.
@@ -65,11 +62,14 @@ class Account:
             compiled: it ran on the compiled arm.
             own_s: what the callback took beside it.
         """
-        compiling = self.look("train", batch, step=step)
+        compiling = not self._explainer.is_idle() and self.look("train", batch, step=step)
         self._ledger.add_step(step, seconds, compiled=compiled, compiling=compiling)
-        self.news |= compiling
-        self.compiled_again |= compiling and self._has_been_warm
-        self._num_clean = 0 if compiling else self._num_clean + 1
+        if compiling:
+            self.news, self._num_clean = True, 0
+            self.compiled_again |= self._has_been_warm
+        else:
+            self._num_clean += 1
+        self.is_warm = self._num_clean >= self._warmup_steps
         self._has_been_warm |= self.is_warm
         self._times.step(step, boundary=boundary, compiling=compiling, warm=self.is_warm, own_s=own_s)
 
@@ -77,3 +77,4 @@ class Account:
         """Something other than a step comes."""
         self._times.pause()
         self._num_clean = min(self._num_clean, self._warmup_steps - 1)
+        self.is_warm = False

@@ -87,12 +87,11 @@ def disguised(module: nn.Module, attributes: Mapping[str, Any]) -> list[tuple[An
     return [(module, name, value) for name, value in {**attributes, "__getstate__": get_state}.items()]
 
 
-@contextmanager
-def called_once(module: nn.Module, hook: str, call: Call) -> Iterator[None]:
-    """Put ``call`` in place of the method ``hook`` until it is called or the context ends.
+def called_once(module: nn.Module, hook: str, call: Call, through: Call, *args: Any, **kwargs: Any) -> Any:
+    """``through(*args, **kwargs)``, with ``call`` in place of the method ``hook`` until it is called.
 
     It is taken off before ``call`` runs: user code inside a step, a deep copy or a pickle made there, and every
-    hook around it see the module as its author wrote it.
+    hook around it see the module as its author wrote it. A function, because a context manager costs each step more.
     """
     held = vars(module)
     given_back = {hook: held[hook]} if hook in held else {}
@@ -105,7 +104,7 @@ def called_once(module: nn.Module, hook: str, call: Call) -> Iterator[None]:
 
     held[hook] = stand_in
     try:
-        yield
+        return through(*args, **kwargs)
     finally:
         if held.get(hook) is stand_in:
             del held[hook]
@@ -269,9 +268,22 @@ class CompiledArm:
         self.logs.entries.clear()
         if self._watch.changed():  # somebody put a hook on the module or took one off: no guard of torch sees that
             self._compile()
-        with patched(self._patches), tracing_with(self._tracer):
+        # ``patched`` written out: with context managers for it and for the tracer this call cost twice as much.
+        before = [(target.__dict__, name, target.__dict__.get(name, _MISSING)) for target, name, _ in self._patches]
+        try:
+            for target, name, value in self._patches:
+                target.__dict__[name] = value
             step = self._steps.get(hook) or getattr(self._module, hook)
-            return step(*args, **kwargs)
+            if not self._tracer:
+                return step(*args, **kwargs)
+            with tracing_with(self._tracer):
+                return step(*args, **kwargs)
+        finally:
+            for held, name, value in before:
+                if value is _MISSING:
+                    held.pop(name, None)
+                else:
+                    held[name] = value
 
     def lookup_s(self, hook: str, *args: Any, **kwargs: Any) -> float | None:
         """Seconds that a call of the compiled hook takes to find its graph; ``None`` where that cannot be seen."""

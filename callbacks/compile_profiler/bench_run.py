@@ -21,7 +21,7 @@ from compile_profiler import host
 from compile_profiler.callback import CompileProfiler
 from compile_profiler.lookup import RequestError, named
 from compile_profiler.parts import submodules
-from compile_profiler.render import one_line
+from compile_profiler.wording import one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,9 @@ from compile_profiler.doctor import examine, obstacle
 from compile_profiler.lookup import RequestError, arguments
 from compile_profiler.page import page
 from compile_profiler.recall import FOLDER_VARIABLE, Entry, VerdictCache, default_folder
-from compile_profiler.render import count, known, one_line, print_grid, print_table, ratio, seconds
+from compile_profiler.render import print_grid, print_table
 from compile_profiler.runs_on_disk import Run, curves_beside, read_run
+from compile_profiler.wording import count, known, one_line, ratio, seconds
 
 _COLUMNS = 3  # of a table: more do not fit beside each other in 100 characters
 _RUN = click.Path(path_type=Path)  # what is there is read_run's business: one place, one wording

@@ -67,10 +67,11 @@ class Company:
 
     def is_due(self, seat: Seat, times: StepTimes, *, boundary: bool) -> bool:
         """Whether all meet after the batch just counted."""
-        return self._meeting.is_due(
+        meeting = self._meeting
+        return meeting.is_due(
             boundary=boundary,
-            urgent=seat.has_something_to_say(self._meeting.num_since_pair),
-            in_window=not times.between,
+            urgent=meeting.is_alone and seat.has_something_to_say(meeting.num_since_pair),
+            in_window=not (meeting.is_alone or times.between),
             window_ended=times.couple is not None,
         )
 

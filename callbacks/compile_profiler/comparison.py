@@ -10,15 +10,18 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
+from compile_profiler.candidates_table import told_of
 from compile_profiler.records import Drift, EndToEnd, Memory, Report, Speedup
-from compile_profiler.render import STYLES, UNKNOWN, event_cells, interval, known, one_line, ratio, seconds, size, small
+from compile_profiler.render import STYLES, event_cells
+from compile_profiler.results import SearchReport
+from compile_profiler.wording import UNKNOWN, interval, known, one_line, ratio, seconds, size, small
 
 _SURROUNDINGS = ("device", "torch", "lightning", "precision", "strategy", "world_size")
 _CONFIG = ("target", "backend", "mode", "dynamic", "fullgraph", "options")
 
 
 def comparison(names: Sequence[str], reports: Sequence[Report]) -> Table:
-    """One column for each report, one row for each figure; settings that no report has switched on are left out.
+    """One column for each report, one row for each figure; what no report has, a setting or a search, is left out.
 
     >>> comparison(["a", "b"], [Report(), Report()]).row_count
     20
@@ -38,6 +41,9 @@ def comparison(names: Sequence[str], reports: Sequence[Report]) -> Table:
         values = [report.verdict.config.get(setting) for report in reports]
         if any(value not in (None, False) for value in values):
             grid.add_row(setting, *(Text(one_line(known(value, str))) for value in values))
+    searches = [report.search for report in reports]
+    if any(searches):
+        grid.add_row("search", *(Text(one_line(known(search, _winner))) for search in searches))
     return grid
 
 
@@ -120,6 +126,11 @@ def _figures(report: Report) -> dict[str, str]:
         "lightning": environment.lightning or UNKNOWN,
         "precision": environment.precision or UNKNOWN,
     }
+
+
+def _winner(search: SearchReport) -> str:
+    num_tried, _ = told_of(search)
+    return f"{search.active}{'' if search.settled else ' so far'}, {num_tried}"
 
 
 def _speedup(speedup: Speedup) -> str:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -108,11 +109,14 @@ class Sources:
 
         def attribute(name: str) -> Callable[[], Any] | None:
             # Read anew each time: torch puts another list there.
-            return (lambda: getattr(dynamo_utils, name)) if hasattr(dynamo_utils, name) else None
+            return partial(getattr, dynamo_utils, name) if hasattr(dynamo_utils, name) else None
 
+        records = getattr(dynamo_utils, "get_compilation_metrics", None)
+        if records is not None:  # what it copies on each call, where that can be looked at itself
+            records = attribute("_compilation_metrics") or records
         return cls(
             listeners=getattr(dynamo_callback, "callback_handler", None),
-            records=getattr(dynamo_utils, "get_compilation_metrics", None),
+            records=records,
             break_reasons=attribute("graph_break_reasons"),
             counters=attribute("counters"),
         )

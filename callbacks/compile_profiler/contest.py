@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from compile_profiler import host
 from compile_profiler.account import Account
@@ -375,4 +375,5 @@ class Contest:
 
     def report(self) -> SearchReport:
         """Every candidate: tried, skipped or not looked at yet, with what is known of it."""
-        return SearchReport() if self._search is None else self._search.report()
+        found = SearchReport() if self._search is None else self._search.report()
+        return replace(found, settled=self.settled is not None)  # also where an earlier run's verdict has ended it

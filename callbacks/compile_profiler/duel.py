@@ -74,15 +74,17 @@ class Duel:
         rival: whom it has to beat; ``None``: eager.
         limits: of the callback.
         confidence: gives the confidence of one more comparison.
+        on_trust: its whole step has won in an earlier run, so that pairs need only show that it still gains.
     """
 
     def __init__(
-        self, challenger: Trial, rival: Trial | None, *, limits: Limits, confidence: Callable[[], float]
+        self, challenger: Trial, rival: Trial | None, *, limits: Limits, confidence: Callable[[], float], on_trust: bool
     ) -> None:
         self.challenger = challenger
         self._rival = rival
         self._limits = limits
         self._confidence = confidence
+        self._on_trust = on_trust
         self._in_pairs = confidence()
         self._in_steps: float | None = None  # of windows, once they are asked for
         self._num_void_couples = 0
@@ -132,7 +134,8 @@ class Duel:
             if num < max_num:
                 return Measure(one.candidate)
         gain = one.estimated_gain()
-        if outcome == "gain" and gain is not None and gain[0] >= math.log(CLEAR_GAIN):
+        is_clear = gain is not None and gain[0] >= math.log(CLEAR_GAIN)
+        if outcome == "gain" and (is_clear or self._on_trust):
             return Won(is_sure=True)
         if outcome != "gain" and rival is None and (one.log_ratio or 0.0) < -math.log(NEAR):
             return Lost(f"{times(one.log_ratio)} {than} in a pass, by {num} pairs")

@@ -76,6 +76,10 @@ class Explainer:
             self._guard_s = None
         self._target, self._arm, self.observer.subject = target, arm, subject
 
+    def is_idle(self) -> bool:
+        """Whether ``look`` would find nothing after a training step: no compiling, no remedy to account for."""
+        return self._healer is None and not self.observer.compiling()
+
     def look(self, stage: Stage, batch: Any, *, step: int) -> bool:
         """Take what was compiled as events of ``stage``, say what cannot wait; whether there was anything.
 
@@ -84,11 +88,12 @@ class Explainer:
             batch: what it was called with.
             step: its x-axis number.
         """
-        shapes = functools.partial(shapes_of, batch)
-        if not self.observer.poll(stage, step=step, epoch=self._trainer.current_epoch, shapes=shapes):
+        if not self.observer.compiling():
             if stage == "train":
                 self._heal(())
             return False
+        shapes = functools.partial(shapes_of, batch)
+        self.observer.poll(stage, step=step, epoch=self._trainer.current_epoch, shapes=shapes)
         news = self.observer.news
         remedied = stage == "train" and self._heal(news.events, near_limit=bool(news.near_limit))
         in_vain = " heal=True cannot mend this." if self._healer is not None else ""

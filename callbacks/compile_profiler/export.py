@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from compile_profiler import host, loggers
+from compile_profiler.candidates_table import candidates_markdown
 from compile_profiler.records import Report
 from compile_profiler.render import events_markdown, verdict_markdown
-from compile_profiler.scalars import CHARTS, EVENTS_TAG, SCALARS, VERDICT_TAG, described, layout, scalars, whole_bands
+from compile_profiler.scalars import (
+    CHARTS,
+    EVENTS_TAG,
+    SCALARS,
+    SEARCH_TAG,
+    VERDICT_TAG,
+    described,
+    layout,
+    scalars,
+    whole_bands,
+)
 
 FILE_NAME = "compile_profile.json"
 
@@ -33,6 +44,7 @@ class Export:
         self._has_bands = False
         self._sent: dict[tuple[Callable[..., None], str], str] = {}  # texts by door and tag
         self._milestone: tuple[str, str] | None = None
+        self._stages: tuple[str, ...] | None = None  # of a search
         self._verbose = verbose and trainer.is_global_zero
         self._writes = bool(trainer.is_global_zero)
 
@@ -59,7 +71,7 @@ class Export:
 
     def _send(self, to: loggers.Loggers, report: Report, step: int, last: bool) -> None:
         if not self._laid_out:
-            loggers.lay_out(to, layout())
+            loggers.lay_out(to, layout(searches=report.search is not None))
             self._laid_out = True
         figures = scalars(report)
         whole = whole_bands(figures)
@@ -70,7 +82,13 @@ class Export:
         if last or milestone != self._milestone:
             doors.append(loggers.file_text)
         self._milestone = milestone
-        for tag, text in ((VERDICT_TAG, verdict_markdown(report)), (EVENTS_TAG, events_markdown(report))):
+        texts = {VERDICT_TAG: verdict_markdown(report), EVENTS_TAG: events_markdown(report)}
+        if report.search is not None and report.search.candidates:
+            # Its figures change with every pair: they wait for a candidate to get further.
+            if last or report.search.stages() != self._stages:
+                texts[SEARCH_TAG] = candidates_markdown(report.search)
+            self._stages = report.search.stages()
+        for tag, text in texts.items():
             for door in doors:
                 if self._sent.get((door, tag)) != text:
                     door(to, tag, text, step)

@@ -71,6 +71,7 @@ class Guard:
         self._in_pairs_s: deque[float] = deque(maxlen=RECENT_CALLS)
         self._learning = LEARNING_STEPS
         self._known = _Known()
+        self._owners: list[nn.Module] = []
         self._saved_buffers: list[_Group] = []
         self._kept_buffers = False
         self._state: Snapshot | None = None
@@ -109,7 +110,8 @@ class Guard:
             logs: list[Call] = []
             try:
                 logs = self._arm.logs.taken(self._module)
-                self._learn()
+                if self._learning:
+                    self._learn()
             except Exception as error:
                 if self._own_steps is None:
                     raise
@@ -151,9 +153,11 @@ class Guard:
             run(loss, *others, **options)
             return
         (_, args, kwargs), self._call = self._call, None
-        gradients, trouble = [], None
+        gradients: list[tuple[Tensor, int] | None] = []
+        trouble = None
         try:
-            gradients = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in self._parameters]
+            # The plainest loop that tells it: on every step it comes to every parameter.
+            gradients = [None if (g := p.grad) is None else (g, g._version) for p in self._parameters]
             run(loss, *others, **options)
         except Exception as error:
             failure = error
@@ -168,16 +172,18 @@ class Guard:
         loss = eager_loss(*args, **kwargs)
         if bring_back is not None:
             bring_back()
+        # None where taking them has failed.
+        before = [(p, *(kept or (None, 0))) for p, kept in zip(self._parameters, gradients, strict=False)]
         if self._shares:
             # What has come has been handed on already; the other processes wait for the rest, once.
-            late = {id(p) for p, before, version in gradients if not _has_come(p, before, version)}
+            late = {id(p) for p, gradient, version in before if not _has_come(p, gradient, version)}
             rest = [leaf for leaf in reached(loss) if id(leaf) in late]
-            if rest or not gradients:
-                run(loss, *others, **options, **({"inputs": rest} if len(late) < len(gradients) else {}))
+            if rest or not before:
+                run(loss, *others, **options, **({"inputs": rest} if len(late) < len(before) else {}))
             self._settle(failure, trouble)
             return
         complete = []
-        for parameter, gradient, version in gradients:
+        for parameter, gradient, version in before:
             if gradient is not None and gradient._version != version:
                 # Autograd adds to a leaf once in a pass, and all of it: this one had its share before the failure.
                 complete.append((parameter, gradient))
@@ -233,21 +239,20 @@ class Guard:
         # What a step that fails on the way here would be given back: nothing.
         self._state, self._random, self._kept_buffers = None, None, False
         known = self._known
-        if not self._learning and not self._copy_buffers():
+        if not self._learning and self._saved_buffers and not self._copy_buffers():
             self._learning = LEARNING_STEPS
         if self._learning:
             self._random = RandomState(self._device, GENERATORS)
             self._state = Snapshot([self._module, args, kwargs], parameters=False)
             return
-        self._random = RandomState(self._device, known.draws)
-        roots = [*known.owners.values(), *((args, kwargs) if known.batch else ())]
-        if roots:
+        if known.draws:
+            self._random = RandomState(self._device, known.draws)
+        if self._owners or known.batch:
+            roots = [*self._owners, *((args, kwargs) if known.batch else ())]
             self._state = Snapshot(roots, parameters=False, tensors=known.tensors, submodules=False)
 
     def _copy_buffers(self) -> bool:
         """Keep the buffers that steps write, a launch or two in all; ``False`` if one has another shape by now."""
-        if not self._saved_buffers:
-            return True
         try:
             with torch.no_grad():
                 for group in self._saved_buffers:
@@ -259,7 +264,7 @@ class Guard:
 
     def _learn(self) -> None:
         """After a good forward pass: what did it change, is any of that new?"""
-        if not self._learning or self._state is None or self._random is None:
+        if self._state is None or self._random is None:
             return
         known, size_before = self._known, self._known.size()
         buffers = {id(buffer): buffer for buffer in self._module.buffers()}
@@ -276,6 +281,7 @@ class Guard:
         self._state.forget_unchanged()  # hooks that run before backward may change more: that stays
         self._learning = self._learning - 1 if known.size() == size_before else LEARNING_STEPS - 1
         if not self._learning:
+            self._owners = list(known.owners.values())
             self._saved_buffers = _grouped(known.buffers.values())
 
     def _rewind_from(self, failure: Exception) -> Callable[[], None]:

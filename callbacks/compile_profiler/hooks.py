@@ -123,15 +123,19 @@ class HookWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._all = [vars(submodule)[name] for submodule in module.modules() for name in _HOOKS]
-        self._seen = self._found()
+        self._look()
 
-    def _found(self) -> list[tuple[dict[int, Any], tuple[int, ...]]]:
+    def _look(self) -> None:
         self._next_id = RemovableHandle.next_id  # every registration, of whatever hook, takes a number
-        return [(hooks, tuple(hooks)) for hooks in self._all if hooks]
+        self._hooked = [hooks for hooks in self._all if hooks]
+        self._ids = list(map(tuple, self._hooked))
 
     def changed(self) -> bool:
         """Whether the hooks are others than at the last look."""
-        if self._next_id == RemovableHandle.next_id and all(tuple(hooks) == ids for hooks, ids in self._seen):
+        if self._next_id == RemovableHandle.next_id and (
+            not self._hooked or list(map(tuple, self._hooked)) == self._ids
+        ):
             return False
-        before, self._seen = self._seen, self._found()
-        return [ids for _, ids in before] != [ids for _, ids in self._seen]
+        before = self._ids
+        self._look()
+        return before != self._ids

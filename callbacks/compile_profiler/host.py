@@ -83,7 +83,8 @@ def stage_of(trainer: Trainer) -> Stage:
 
 def loss_in(outputs: Any) -> Tensor | None:
     """The loss in what the end of a training batch is told, if there is one."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    # A dict first: to ask for any mapping takes ten times as long, on every step.
+    loss = outputs.get("loss") if isinstance(outputs, (dict, Mapping)) else outputs
     return loss if isinstance(loss, Tensor) else None
 
 

@@ -12,6 +12,10 @@ from torch import Tensor
 Call = Callable[..., Any]
 
 
+_AS_LOGGED = frozenset({Tensor, bool, int, float, str, type(None)})
+"""Classes whose values tracing leaves as they are; told first, because every step passes here."""
+
+
 class DeferredLogs:
     """Takes the place of ``self.log`` and ``self.log_dict`` inside compiled code: remembers, logs afterwards.
 
@@ -44,13 +48,15 @@ class DeferredLogs:
 
     def taken(self, module: Any) -> list[Call]:
         """Everything remembered, as calls of the module's real ``log`` and ``log_dict``, in order."""
+        if not self.entries:
+            return []
         entries = list(self.entries)
         self.entries.clear()
         return [
             functools.partial(
                 getattr(module, name),
-                *[_given_back(value) for value in args],
-                **{key: _given_back(value) for key, value in kwargs.items()},
+                *[value if type(value) in _AS_LOGGED else _given_back(value) for value in args],
+                **{k: value if type(value) in _AS_LOGGED else _given_back(value) for k, value in kwargs.items()},
             )
             for name, args, kwargs in entries
         ]

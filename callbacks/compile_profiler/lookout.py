@@ -89,6 +89,7 @@ class Lookout:
             limits=self._settings.limits,
             num_leaves=sum(not any(True for _ in one.children()) for one in self._module.modules()),
             known=known,
+            known_speedup=None if entry is None or known is None else entry.result.speedup,
             remembered_s=remembered_s,
         )
 

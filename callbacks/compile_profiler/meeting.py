@@ -177,11 +177,7 @@ class Meeting:
         self._interval = min(pair_every_n_steps, MEET_EVERY_N_STEPS)
         self._num_steps = 0
         self.num_since_pair = 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is nobody to meet."""
-        return self._world_size == 1
+        self.is_alone = world_size == 1  # there is nobody to meet
 
     def count(self, *, boundary: bool) -> None:
         """Count a batch of training; ``boundary``: it ended with an optimizer step."""

@@ -56,7 +56,7 @@ class Observer:
     """Follows what is compiled between ``start`` and ``stop``.
 
     torch counts for the whole process; ``skip`` leaves out what was compiled since the last look by somebody else,
-    ``poll`` takes what is new as events of one stage. Both cost about a microsecond while nothing compiles.
+    ``poll`` takes what is new as events of one stage. Both are two calls or so while nothing compiles.
 
     What is counted, by stage:
 
@@ -82,6 +82,8 @@ class Observer:
     def __init__(self, sources: Sources | None = None, *, inductor: bool = False, cuda_graphs: bool = False) -> None:
         self._sources = Sources.of_torch() if sources is None else sources
         self.subject = self.new_subject()
+        # A function that meets the recompile limit, or anything after a reset, wakes no listener but leaves a record.
+        self._misses_some = self._sources.listeners is None or self._sources.records is None
         self._log = BackendLog()
         self._inductor = inductor
         self._recorded: set[str] | None = set() if cuda_graphs and self._sources.tells_cuda_graphs else None
@@ -113,9 +115,12 @@ class Observer:
     # -- listening -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Register the listeners; again after ``torch._dynamo.reset()``, which drops everybody's."""
+        """Register the listeners."""
         if self._inductor:
             self._log.open()
+        self._listen()
+
+    def _listen(self) -> None:
         handler = self._sources.listeners
         if handler is None:
             return
@@ -196,13 +201,22 @@ class Observer:
         return self._broken_off or type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
     def compiling(self) -> bool:
-        """Whether anything was compiled, or given up, since the last look."""
-        self._collect()
+        """Whether anything was compiled, or given up, since the last look.
+
+        Raises:
+            Exception: what a listener has met, in the midst of a compile that it could not stop.
+        """
+        handler = self._sources.listeners
+        if handler is not None and self._on_start not in handler.start_callbacks:
+            self._listen()  # again: ``torch._dynamo.reset()`` drops everybody's listeners
+        if self._trouble is not None:
+            raise self._trouble
+        records = self._sources.records
+        if records is not None and (known := records()) and known[-1] is not self._last_record:
+            self._collect()
         if self._began or self._records or self._log.heard:
             return True
-        # A function that meets the recompile limit, or anything after a reset, wakes no listener but leaves a record.
-        complete = self._sources.listeners is not None and self._sources.records is not None
-        return not complete and self._sources.counter("stats", "unique_graphs") != self._num_graphs
+        return self._misses_some and self._sources.counter("stats", "unique_graphs") != self._num_graphs
 
     def poll(self, stage: Stage, *, step: int, epoch: int, shapes: Callable[[], str | None] | None = None) -> bool:
         """Take what was compiled since the last look as events of ``stage``; whether there was anything.
@@ -213,11 +227,9 @@ class Observer:
             epoch: its epoch.
             shapes: tells those of its batch; called only if something was compiled.
         """
-        self.start()
-        if self._trouble is not None:
-            raise self._trouble
         if not self.compiling():
             return False
+        self._collect()
         here: dict[str, Any] = {"stage": stage, "step": step, "epoch": epoch, "shapes": shapes() if shapes else None}
         num_graphs = 0
         found: list[Event] = []
@@ -304,6 +316,7 @@ class Observer:
 
 def _after(last: Any, items: Sequence[Any]) -> Sequence[Any]:
     """The items behind ``last``; all of them if it is gone."""
+    items = list(items)
     for position in range(len(items) - 1, -1, -1):
         if items[position] is last:
             return items[position + 1 :]

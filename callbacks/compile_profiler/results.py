@@ -89,3 +89,11 @@ class SearchReport(Record):
     run_is_assumed: bool | None = None
     candidates: tuple[CandidateResult, ...] = ()
     switches: tuple[Switch, ...] = ()
+
+    def stages(self) -> tuple[str, ...]:
+        """What changes seldom: what training runs on, how far each candidate is.
+
+        >>> SearchReport(candidates=(CandidateResult(name="step/default", target="step"),)).stages()
+        ('eager', 'False', 'untried')
+        """
+        return self.active, str(self.settled), *(one.status for one in self.candidates)

@@ -190,7 +190,7 @@ class Rig:
     @property
     def is_compiled(self) -> bool:
         """Whether training steps run compiled at present."""
-        return self.active.guards["training_step"].enabled and not self.door.runs_instead
+        return self.active.guards["training_step"].enabled and self.door.watch is None
 
     def enable(self, enabled: bool) -> None:
         """Let the steps to come run compiled, or in eager."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from compile_profiler.export import FILE_NAME
 from compile_profiler.records import Report
-from compile_profiler.render import UNKNOWN
 from compile_profiler.scalars import VERDICT_TAG
+from compile_profiler.wording import UNKNOWN
 
 Curve = tuple[tuple[int, float], ...]  # (x-axis number, value)
 

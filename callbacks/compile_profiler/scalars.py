@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from compile_profiler.records import Report
+from compile_profiler.results import EAGER, SearchReport
 
 VERDICT_TAG = "compile/verdict"  # text: why the run is compiled or eager
 EVENTS_TAG = "compile/events"  # text: what the compiler did, place by place
+SEARCH_TAG = "compile/search"  # text: the candidates of a search
 
 
 @dataclass(frozen=True, slots=True)  # positional, unlike the records: the rows below are read as a table
@@ -31,6 +33,13 @@ class Scalar:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
+
+
+def _place(search: SearchReport | None) -> int | None:
+    """Of the candidate that training runs on, in the report's list, from 1 on; eager is 0."""
+    if search is None or search.active == EAGER:
+        return None if search is None else 0
+    return next((place for place, one in enumerate(search.candidates, start=1) if one.name == search.active), None)
 
 
 def _mib(num_bytes: int | None) -> float | None:
@@ -62,6 +71,7 @@ SCALARS = (
     Scalar("compile/peak_mb/eager", _MIB, "peak memory of an eager pass", lambda r: _mib(r.memory.eager_peak_bytes)),
     Scalar("compile/peak_mb/compiled", _MIB, "the same, compiled pass", lambda r: _mib(r.memory.compiled_peak_bytes)),
     Scalar("compile/active", "flag", "1 compiled or undecided, 0 eager", lambda r: r.verdict.decision != "eager"),
+    Scalar("compile/candidate", "place", "0 eager, else which candidate of a search", lambda r: _place(r.search)),
 )
 
 
@@ -92,15 +102,17 @@ CHARTS = (
         ("compile/drift/grad_rel", "compile/drift/loss_rel", "compile/drift/noise_floor", "compile/drift/tolerance"),
     ),
 )
+SEARCH_CHART = Chart("candidate that training runs on, 0 eager", ("compile/candidate",))
 
 
-def layout() -> dict[str, dict[str, list[Any]]]:
-    """``CHARTS`` as ``SummaryWriter.add_custom_scalars`` takes them.
+def layout(*, searches: bool = False) -> dict[str, dict[str, list[Any]]]:
+    """``CHARTS``, of a search one more, as ``SummaryWriter.add_custom_scalars`` takes them.
 
     >>> layout()["compile"]["net time saved, s"]
     ['Multiline', ['compile/saved_s']]
     """
-    return {"compile": {chart.title: ["Margin" if chart.band else "Multiline", list(chart.tags)] for chart in CHARTS}}
+    charts = [*CHARTS, *([SEARCH_CHART] if searches else [])]
+    return {"compile": {chart.title: ["Margin" if chart.band else "Multiline", list(chart.tags)] for chart in charts}}
 
 
 def scalars(report: Report) -> dict[str, float]:

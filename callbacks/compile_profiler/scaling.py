@@ -30,7 +30,7 @@ class LossScale:
     @property
     def tensor(self) -> Tensor | None:
         """The scale where it lives; ``None`` until a loss has been scaled. A private part of torch (2.7 to 2.13)."""
-        return getattr(self._scaler, "_scale", None)
+        return None if self._scaler is None else getattr(self._scaler, "_scale", None)
 
     def read(self) -> float:
         """The scale now; waits for the device."""

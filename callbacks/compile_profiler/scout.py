@@ -100,6 +100,11 @@ class Scout:
             saved_s += now.recompile_s
         return Prospect(saved_s - cost_s, saved_s, compile_s, cost_s)
 
+    def pays(self, trial: Trial, step_speedup: float, now: Now) -> bool:
+        """Whether a candidate whose steps are known to be so much faster saves more than compiling it costs."""
+        cost_s = self.expected_compile_s(trial.candidate) + PAIRS_TO_DECIDE * self._pair_s(now)
+        return saving_s(math.log(step_speedup), 0.0, pass_share=1.0, left_s=now.left_s - cost_s) > cost_s
+
     def is_small(self, trial: Trial, incumbent: Trial | None, now: Now) -> bool:
         """Whether what the pairs have shown so far saves or costs less than the pairs that would settle it."""
         active = 0.0 if incumbent is None or incumbent is trial else incumbent.log_ratio or 0.0

@@ -72,6 +72,7 @@ class Search:
         num_leaves: modules without submodules, for a first guess of compile seconds.
         known: the winner of an earlier run of the same job: tried first and trained on from its first usable pair on;
             kept, with no other tried, if it still gains.
+        known_speedup: of its whole step in that run: where it saves less than compiling costs, nothing is tried.
         remembered_s: compile seconds by name of candidate, from earlier runs of the same job.
 
     >>> search = Search([Candidate(), Candidate(mode="reduce-overhead")], limits=Limits(), num_leaves=100)
@@ -92,12 +93,14 @@ and hardly save more than 6 s; training goes on in eager.'
         pruned: Sequence[Pruned] = (),
         search_budget: float = SEARCH_BUDGET,
         known: Candidate | None = None,
+        known_speedup: float | None = None,
         remembered_s: Mapping[str, float] | None = None,
     ) -> None:
         self._pruned = tuple(pruned)
         self._limits = limits
         self._trials = {candidate: Trial(candidate) for candidate in candidates}
         self._known = None if known is None else self._trials.get(known)
+        self._known_speedup = known_speedup
         self._purse = Purse(search_budget)
         self._scout = Scout(self._trials, self._purse, num_leaves=num_leaves, remembered_s=remembered_s or {})
         self._duel: Duel | None = None
@@ -239,7 +242,11 @@ and hardly save more than 6 s; training goes on in eager.'
 
     def _choose(self) -> Trial | None:
         if self._known is not None and self._known.status == "untried" and not self._known.samples:
-            return self._known
+            if self._known_speedup is None or self._scout.pays(self._known, self._known_speedup, self._now):
+                return self._known
+            for trial in self._trials.values():
+                trial.why = f"{self._known.name} has won in an earlier run, too little for the time that is left"
+            return None
         if self._known is not None and self._known.status == "chosen":
             for trial in self._trials.values():
                 trial.why = trial.why or f"{self._known.name} has won in an earlier run of this job"
@@ -250,7 +257,9 @@ and hardly save more than 6 s; training goes on in eager.'
         trial.status, trial.why, trial.step, trial.is_begun = "tried", "", self._now.step, False
         trial.expected_compile_s = self._scout.expected_compile_s(trial.candidate)
         trial.couples, trial.gains, trial.base = [], [], self._log_step_ratio
-        self._duel = Duel(trial, self._incumbent, limits=self._limits, confidence=self._next_confidence)
+        on_trust = trial is self._known and self._incumbent is None
+        confidence = self._next_confidence
+        self._duel = Duel(trial, self._incumbent, limits=self._limits, confidence=confidence, on_trust=on_trust)
 
     def _next_confidence(self) -> float:
         """Of one more comparison: what all of them may err adds up to what the user allows."""

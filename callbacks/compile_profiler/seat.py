@@ -53,6 +53,7 @@ class Seat:
         self._account = account
         self._judgement = judgement
         self._of_each: OfEach | None = None
+        self._asks_at = 0.0  # steps since the last pair at which to ask whether the next one is due
         self.rig: Rig | None = None
         self.failed: Verdict | None = None
         self.is_over = False
@@ -84,10 +85,24 @@ class Seat:
         """Whether there is news, or a pair could be had so many steps after the last."""
         if self._account.news:
             return True
-        if self.rig is None or not self.takes_pairs:
+        rig = self.rig
+        if rig is None or rig.pairs is None or rig.pairs.stopped:
             return False
-        scheduled = self._account.is_warm and num_since_pair >= self.steps_per_pair
-        return (scheduled or self.rig.watch.alarm is not None) and self.is_ready
+        if rig.watch.alarm is None and not (
+            self._account.is_warm and num_since_pair >= self._asks_at and self._is_scheduled(num_since_pair)
+        ):
+            return False
+        return self.is_ready
+
+    def _is_scheduled(self, num_since_pair: int) -> bool:
+        """Whether a pair is due so many steps after the last.
+
+        How many steps the budget asks for takes medians to say, and hardly changes from one step to the next: asked
+        again half-way, and at once after each meeting, where all else changes that it depends on.
+        """
+        left = self.steps_per_pair - num_since_pair
+        self._asks_at = num_since_pair + max(0.0, left / 2)
+        return left <= 0
 
     def finding(self) -> Finding:
         """What this rank knows now."""
@@ -125,6 +140,7 @@ class Seat:
 
     def hear(self, common: Finding, of_each: OfEach) -> None:
         """What all ranks know now."""
+        self._asks_at = 0.0
         self.common, self._of_each = common, of_each
         self._account.news = self._account.compiled_again = False
         if self.rig is not None and common.alarm:

@@ -276,18 +276,19 @@ class Session:
         began_s = time.perf_counter()
         self._step = host.x_axis(self._trainer)
         self._ledger.num_steps += 1
-        if self._seat.rig is not None:
-            boundary = self._seat.rig.door.at_boundary()
-            self._before_s += self._seat.rig.door.take_seconds()
+        rig = self._seat.rig
+        if rig is not None:
+            boundary = rig.door.at_boundary()
+            self._before_s += rig.door.take_seconds()
             self._account.step(
                 self._step,
                 began_s - self._step_began_s,
-                batch=self._seat.rig.door.last_call,
+                batch=rig.door.last_call,
                 boundary=boundary,
-                compiled=self._seat.rig.is_compiled,
+                compiled=rig.is_compiled,
                 own_s=self._before_s + self._after_s,
             )
-            self._seat.rig.watch.see(loss)
+            rig.watch.see(loss)
             self._company.count(boundary=boundary)
             self._num_since_validation += int(boundary)
             if self._search is not None:
@@ -295,7 +296,7 @@ class Session:
             if self._times.alternates and self._search is not None:
                 self._search.switch(self._times.arm)
             elif self._times.alternates:
-                self._seat.rig.enable(self._times.arm == "compiled" and self._seat.failed is None)
+                rig.enable(self._times.arm == "compiled" and self._seat.failed is None)
             if self._company.is_due(self._seat, self._times, boundary=boundary):
                 self._meet()
         if self._unlogged and host.logs_this_step(self._trainer):
@@ -322,9 +323,10 @@ class Session:
             stage = host.stage_of(self._trainer)
             compiling = self._look(stage, batch)
             self._account.news |= compiling
-            is_time = self._num_since_validation >= self._seat.steps_per_pair
             # Alone only: a pass of validation may talk to other ranks, which are not asked.
-            if stage == "validate" and not compiling and is_time and self._company.is_alone:
+            if stage != "validate" or compiling or not self._company.is_alone:
+                return
+            if self._num_since_validation >= self._seat.steps_per_pair:
                 self._compare_validation()
 
     def _compare_validation(self) -> None:

@@ -29,6 +29,10 @@ class NoLossError(RuntimeError):
     """The step returned no loss for this batch, so there is no backward pass to time."""
 
 
+ATOMS_OF_A_BATCH = frozenset({Tensor, bool, int, float, str, type(None)})
+"""Classes of what hangs in a batch as it is; told first, because every step passes here."""
+
+
 class StepDoor:
     """Where a step passes from the Trainer to the module and its loss back into ``backward``.
 
@@ -60,7 +64,7 @@ class StepDoor:
         self._strategy_step: Call = trainer.strategy.training_step
         self._strategy_validation: Call = trainer.strategy.validation_step
         self._precision_backward: Call = trainer.strategy.precision_plugin.backward
-        self._callbacks = list(trainer.callbacks)
+        self._callbacks: list[Any] = list(trainer.callbacks)
         self._is_open = False
         self.scale = LossScale(getattr(trainer.strategy.precision_plugin, "scaler", None))
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -69,7 +73,7 @@ class StepDoor:
         self.own_steps = None if module.automatic_optimization else self._new_own_steps()
         wrapper = trainer.strategy.model
         self._ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
-        self._watch: AbstractContextManager[Any] | None = None
+        self.watch: AbstractContextManager[Any] | None = None  # around training steps that run in eager
         self._relay: Relay | None = None  # in passes that all ranks make together
         self.before_step: Callable[[], None] | None = None  # called before each training step, with ``last_call`` set
         self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
@@ -78,7 +82,8 @@ class StepDoor:
         """Whether the batch at hand ended with an optimizer step, so that no accumulation window is open."""
         if self.own_steps is not None:
             return self.own_steps.stepped
-        return not self._trainer.fit_loop._should_accumulate()
+        trainer = self._trainer
+        return trainer.accumulate_grad_batches == 1 or not trainer.fit_loop._should_accumulate()
 
     def open(self, guards: Mapping[str, Guard]) -> None:
         """Let each of these step methods run under its guard."""
@@ -106,35 +111,36 @@ class StepDoor:
         run = functools.partial(guard.forward, hook)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.perf_counter()
-            around = ExitStack()
+            began_s, is_ours = time.perf_counter(), False
             try:
-                self._prepare(around, hook, run, args, kwargs)
+                is_ours = self._prepare(hook, args, kwargs)
             except Exception as error:
                 self._on_trouble(error)
-            with around:
-                self._seconds += time.perf_counter() - began_s
+            self._seconds += time.perf_counter() - began_s
+            if not is_ours:
                 return step(*args, **kwargs)
+            if hook != "training_step":
+                return called_once(self._module, hook, run, step, *args, **kwargs)
+            this = run if self.watch is None else self._eager_step
+            if self.own_steps is None:
+                return called_once(self._module, hook, this, step, *args, **kwargs)
+            with self.own_steps.batch():
+                return called_once(self._module, hook, this, step, *args, **kwargs)
 
         return enter
 
-    def _prepare(self, around: ExitStack, hook: str, run: Call, args: Any, kwargs: Any) -> None:
-        """Let ``run`` be called in place of the module's step inside ``around``, unless this step is none of ours."""
-        if self._tuner_is_at_work():
-            return
-        if hook == "training_step":
-            self.last_call = (_repacked(args), _repacked(kwargs))
-            if self.before_step is not None:
-                self.before_step()
-                if not self._is_open:
-                    return
-            if self.own_steps is not None:
-                around.enter_context(self.own_steps.batch())
-            if self._watch is not None:
-                run = self._eager_step
-        else:
-            self.last_validation_call = (_repacked(args), _repacked(kwargs))
-        around.enter_context(called_once(self._module, hook, run))
+    def _prepare(self, hook: str, args: Any, kwargs: Any) -> bool:
+        """Before a step of the trainer's; whether it is one of ours."""
+        if self._trainer.callbacks != self._callbacks and self._tuner_is_at_work():
+            return False
+        call = (_repacked(args), _repacked(kwargs) if kwargs else {})
+        if hook != "training_step":
+            self.last_validation_call = call
+            return True
+        self.last_call = call
+        if self.before_step is not None:
+            self.before_step()
+        return self._is_open
 
     def take_seconds(self) -> float:
         """Seconds that steps have spent in the door since the last call."""
@@ -143,18 +149,13 @@ class StepDoor:
 
     def run_instead(self, watch: AbstractContextManager[Any] | None) -> None:
         """Let training steps run in eager inside this context; ``None``: as before."""
-        self._watch = watch
-
-    @property
-    def runs_instead(self) -> bool:
-        """Whether they do."""
-        return self._watch is not None
+        self.watch = watch
 
     def _eager_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own step under watch; its logs, which may be collective, wait until it is over."""
-        assert self._watch is not None
+        assert self.watch is not None
         logs = DeferredLogs()
-        with patched(disguised(self._module, logs.stand_ins)), self._watch:
+        with patched(disguised(self._module, logs.stand_ins)), self.watch:
             output = self._module.training_step(*args, **kwargs)
         for log in logs.taken(self._module):
             log()
@@ -196,15 +197,17 @@ class StepDoor:
     def _exit(self, guard: Guard) -> Call:
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
             fresh: list[nn.Parameter] = []
-            try:
-                fresh = self._without_gradient()
-            except Exception as error:
-                self._on_trouble(error)
+            if self._overwrites_gradients:
+                try:
+                    fresh = self._without_gradient()
+                except Exception as error:
+                    self._on_trouble(error)
             guard.backward(self._precision_backward, tensor, *args, eager_loss=self._eager_loss, **kwargs)
-            try:
-                self._keep_gradients(fresh)
-            except Exception as error:
-                self._on_trouble(error)
+            if fresh:
+                try:
+                    self._keep_gradients(fresh)
+                except Exception as error:
+                    self._on_trouble(error)
 
         return backward
 
@@ -258,11 +261,10 @@ class StepDoor:
             run: Call = functools.partial(arm.run, "training_step")
             if self._relay is not None:
                 run = self._relay.step(run)
-            with called_once(self._module, "training_step", run):
-                if self.own_steps is not None:
-                    return self._own_pass(self.own_steps, take, self._strategy_step, *args, **kwargs)
-                output = self._strategy_step(*args, **kwargs)
-            loss = loss_of(output)
+            through: Call = functools.partial(called_once, self._module, "training_step", run, self._strategy_step)
+            if self.own_steps is not None:
+                return self._own_pass(self.own_steps, take, through, *args, **kwargs)
+            loss = loss_of(through(*args, **kwargs))
             for parameter in parameters:
                 parameter.grad = None
             optimizer = self._trainer.optimizers[0] if self._trainer.optimizers else None
@@ -320,8 +322,8 @@ class StepDoor:
 
     def validation_pass(self, arm: Arm, *args: Any, **kwargs: Any) -> Any:
         """One validation step, in the trainer's precision; its output."""
-        with called_once(self._module, "validation_step", functools.partial(arm.run, "validation_step")):
-            return self._strategy_validation(*args, **kwargs)
+        run = functools.partial(arm.run, "validation_step")
+        return called_once(self._module, "validation_step", run, self._strategy_validation, *args, **kwargs)
 
     def gradient_scale(self) -> float:
         """By how much gradients are larger than those of the loss that the step returned; waits for the device."""
@@ -368,7 +370,7 @@ def _repacked(batch: Any) -> Any:
     """The same tensors in containers of our own: a step may pop from its batch, a pair needs it whole."""
     kind = type(batch)
     if kind is dict:
-        return {key: _repacked(value) for key, value in batch.items()}
+        return {key: value if type(value) in ATOMS_OF_A_BATCH else _repacked(value) for key, value in batch.items()}
     if kind is list or kind is tuple:
-        return kind([_repacked(item) for item in batch])
+        return kind([item if type(item) in ATOMS_OF_A_BATCH else _repacked(item) for item in batch])
     return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch

@@ -20,9 +20,9 @@ Alarm = Literal["loss", "skip"]
 class Watch:
     """Watches the loss of real steps for NaN and infinity, and a gradient scaler for steps that it skips.
 
-    On a CPU both are read at once, for about a microsecond. On CUDA one small kernel adds the loss to a sum in which
-    NaN and infinity stay; the sum and the scale are copied every ``LOOK_EVERY`` steps and read when the copy has
-    arrived, so an alarm comes some steps late and no step waits. Other devices are not watched.
+    On a CPU both are read at once, for about a microsecond. On CUDA the losses of ``LOOK_EVERY`` steps are
+    copied together, with the scale, and read when the copy has arrived, so an alarm comes some steps late and no step
+    waits. Other devices are not watched.
 
     Args:
         scale: of the loss; a scale that has fallen is a step that the scaler has skipped.
@@ -37,13 +37,14 @@ class Watch:
 
     def __init__(self, scale: LossScale, *, rest_steps: int) -> None:
         self._scale = scale
+        self._has_scale = scale.is_there
         self._rest_steps = rest_steps
         self._num_alarms = 0
         self._num_resting = 0
-        self._num_seen = 0
-        self._sum: Tensor | None = None
         self._last_scale: float | None = None
-        self._fetched: tuple[Tensor, Any] | None = None  # values on their way, the event of their arrival
+        self._losses: list[Tensor] = []  # on the device
+        self._here: Tensor | None = None  # where copies arrive: losses, then the scale
+        self._on_their_way: tuple[Tensor, bool, Any] | None = None  # values, whether a scale ends them, their arrival
         self.alarm: Alarm | None = None
         self.scale_before: float | None = None
         """Of the loss, before the scaler had skipped a step."""
@@ -55,7 +56,10 @@ class Watch:
         if loss is None or loss.numel() != 1:
             return
         if loss.is_cpu:
-            self._read(loss.item(), self._scale.tensor.item() if self._scale.tensor is not None else None)
+            scale = self._scale.tensor if self._has_scale else None
+            # As ``item`` does, by a way through torch that is half as long.
+            value: Any = loss.tolist() if loss.dim() == 0 else loss.item()
+            self._read(value, None if scale is None else scale.item())
         elif loss.is_cuda:
             self._see_from_afar(loss)
 
@@ -74,27 +78,29 @@ class Watch:
         elif not math.isfinite(loss):
             self.alarm = "loss"
 
-    @torch.no_grad()
     def _see_from_afar(self, loss: Tensor) -> None:
-        loss = loss.detach().reshape(())
-        if self._sum is None:
-            self._sum = torch.zeros((), dtype=torch.float32, device=loss.device)
-        torch.add(self._sum, loss, alpha=0, out=self._sum)  # 0 * inf is NaN, and NaN stays
-        self._num_seen += 1
-        if self._fetched is not None:
-            values, arrival = self._fetched
-            if arrival.query():
-                self._fetched = None
-                total, *scale = values.tolist()
-                self._read(total, scale[0] if scale else None)
-                if not math.isfinite(total):
-                    self._sum.zero_()
-        elif self._num_seen % LOOK_EVERY == 0:
-            scale_here = self._scale.tensor
-            parts = [self._sum] if scale_here is None else [self._sum, scale_here.to(self._sum.dtype).reshape(())]
-            here = torch.stack(parts)
-            values = torch.empty(len(parts), dtype=here.dtype, pin_memory=True)
-            values.copy_(here, non_blocking=True)
-            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrival.record(torch.cuda.current_stream(loss.device))
-            self._fetched = values, arrival
+        # Lightning's own copy of the loss: what a CUDA graph computes next is not written there.
+        self._losses.append(loss.detach() if loss.requires_grad else loss)
+        if self._on_their_way is not None:
+            values, has_scale, arrival = self._on_their_way
+            if not arrival.query():
+                return
+            self._on_their_way = None
+            losses = values.tolist()
+            scale = losses.pop() if has_scale else None
+            self._read(sum(losses), scale)  # NaN and infinity stay in a sum
+        if len(self._losses) >= LOOK_EVERY:
+            self._fetch(loss.device)
+
+    def _fetch(self, device: torch.device) -> None:
+        """Send for what has gathered, without waiting for it."""
+        scale = self._scale.tensor
+        parts, self._losses = self._losses, []
+        there = torch.stack([part.reshape(()).double() for part in (parts if scale is None else [*parts, scale])])
+        if self._here is None or len(self._here) < len(there):
+            self._here = torch.empty(len(there), dtype=there.dtype, pin_memory=True)
+        values = self._here[: len(there)]
+        values.copy_(there, non_blocking=True)
+        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrival.record(torch.cuda.current_stream(device))
+        self._on_their_way = values, scale is not None, arrival

@@ -57,7 +57,7 @@ class Window:
         if self._start_s is not None:
             self._num_in_part += 1
             self._own_in_part_s += own_s
-            self._ended_s = self._clock.now()
+            self._ended_s = self._clock.read_s()
         elif self._num_to_settle > 1:
             self._num_to_settle -= 1
         else:
@@ -201,6 +201,7 @@ class StepTimes:
         self._of_all = of_all
         self._between_pairs = Window(clock)
         self._alternation: Alternation | None = None
+        self.alternates = False  # eager windows with compiled ones
         self._was_disturbed = False
         self.couple: Sample | None = None  # two windows that have just ended, void if something else came between
         self.may_alternate = False  # for several processes: all are warm
@@ -217,16 +218,13 @@ class StepTimes:
             self._alternation = Alternation(
                 self._clock, seed=self._seed, of_all=self._of_all, eager_is_free=eager_is_free
             )
+            self.alternates = True
 
     def stop_alternating(self) -> None:
         """From here on, time what lies between two pairs; an open window is dropped."""
         self._alternation = self.couple = None
+        self.alternates = False
         self.after_pair()
-
-    @property
-    def alternates(self) -> bool:
-        """Whether eager windows alternate with compiled ones."""
-        return self._alternation is not None
 
     @property
     def arm(self) -> str:
