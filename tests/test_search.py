@@ -8,7 +8,7 @@ import random
 import pytest
 
 from compile_profiler.candidates import Candidate, Pruned, checked_candidates
-from compile_profiler.duel import MAX_COUPLES, MAX_PAIRS, MAX_VOID
+from compile_profiler.duel import MAX_COUPLES, MAX_PAIRS, MAX_VOID, MAX_VOID_COUPLES
 from compile_profiler.outlook import ASSUMED_LEFT_S, Now
 from compile_profiler.records import Drift, Report, Sample
 from compile_profiler.search import Measure, Search, Settle, Try, Windows
@@ -309,14 +309,16 @@ def test_one_that_never_stops_compiling_is_given_up():
     assert row(search, STEP).why == f"{MAX_VOID} pairs in a row were void (compiled)"
 
 
-def test_windows_that_never_come_about_leave_things_as_they_are():
+def test_where_no_step_can_be_timed_pairs_have_to_do():
     search = search_of(STEP)
     action, _ = go_on(search, {STEP: 1.1}, until=Windows)
-    for _ in range(MAX_VOID):
+    for _ in range(MAX_VOID_COUPLES):
         assert search.next(HOUR) == action
         search.saw_couple(Sample(step=1, eager_s=0.0, compiled_s=0.0, void="paused"))
 
-    assert search.next(HOUR).candidate is None
+    end = search.next(HOUR)
+    assert end.candidate == STEP
+    assert "by estimate" in end.message
 
 
 # -- what is worth trying ---------------------------------------------------------------------------------------------

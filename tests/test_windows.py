@@ -143,6 +143,6 @@ def test_a_planted_loss_ends_in_eager_by_windows_alone(monkeypatch):
     assert profiler.report.end_to_end.speedup < 0.5
 
 
-def _short(clock, *, seed, of_all):
+def _short(clock, *, seed, of_all, eager_is_free):
     """Windows short enough for a test; the planted difference is far above noise."""
-    return Alternation(clock, seed=seed, window_steps=2, settle_steps=1, of_all=of_all)
+    return Alternation(clock, seed=seed, window_steps=2, settle_steps=1, of_all=of_all, eager_is_free=eager_is_free)
