@@ -320,7 +320,7 @@ class Contest:
             self._times.alternate()
         self._release_others()
         config = entrant.settings.config
-        if entrant.stand.arm.compiled_names:
+        if any(entrant.stand.arm.compiled_names):
             config["modules"] = list(entrant.stand.arm.compiled_names)
         return Verdict(decision="compiled", reason=action.reason, message=action.message, step=step, config=config)
 

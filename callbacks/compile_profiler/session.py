@@ -170,7 +170,7 @@ class Session:
             self._seat.rig = self._workshop.rig(self._settings)
         except RefusedError as refused:
             return self._refusal(refused.reason, str(refused))
-        if self._seat.rig.arm.compiled_names:
+        if any(self._seat.rig.arm.compiled_names):  # the module itself has no name
             self._config["modules"] = list(self._seat.rig.arm.compiled_names)
         if self._is_sharded:
             self._do_without_pairs("Each pass of a sharded module gathers weights from all processes")

@@ -166,19 +166,13 @@ class Trial:
         return Pass(total_s, None if share is None else share * total_s)
 
     def differences(self, other: Trial) -> list[float]:
-        """How much faster its passes are than the other's, as log-ratios: pairs of one shape, each in their order.
-
-        Where the other has no more of a shape, its median there stands for them.
-        """
+        """How much faster its passes are than the other's, as log-ratios: pairs of one shape, each in their order."""
         theirs: dict[str, deque[float]] = defaultdict(deque)
         for sample in other.samples:
             if sample.void is None:
                 theirs[sample.shape].append(sample.log_ratio)
-        middles = {shape: statistics.median(values) for shape, values in theirs.items()}
-        mine = (one for one in self.samples if one.void is None and one.shape in middles)
-        return [
-            one.log_ratio - (theirs[one.shape].popleft() if theirs[one.shape] else middles[one.shape]) for one in mine
-        ]
+        mine = (one for one in self.samples if one.void is None)
+        return [one.log_ratio - theirs[one.shape].popleft() for one in mine if theirs[one.shape]]
 
     def estimated_gain(self) -> tuple[float, float] | None:
         """Log-ratio of the incumbent's step over its step, estimated from pairs: lower and upper; ``None``: unknown."""
