@@ -12,28 +12,17 @@ from torch.utils.data import BatchSampler, DataLoader
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parent.parent / "build" / "inductor"))
 
 
+# With two threads tiny operations stall for milliseconds on a busy machine. Here for what is made at import, too.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _same_start():
-    """The same seeds and one thread: with two, tiny operations stall for milliseconds on a busy machine."""
-    threads = torch.get_num_threads()
+    """The same seeds and one thread."""
     torch.set_num_threads(1)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def search_on_disk(tmp_path_factory):
-    """One real run of mode="auto" for all that show such a run."""
-    from auto_runs import logged_search  # not before the compile cache has its place
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    found = logged_search(tmp_path_factory.mktemp("search"))
-    torch.set_num_threads(threads)
-    return found
 
 
 @pytest.fixture(autouse=True)
