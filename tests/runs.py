@@ -94,7 +94,7 @@ def loaders(num=320, batch_size=8):
     return DataLoader(data, batch_size, shuffle=True), DataLoader(data, 4 * batch_size)
 
 
-def fit(module, callbacks=(), *, validate=True, trainer_class=pl.Trainer, seed=1, **options):
+def fit(module, callbacks=(), *, validate=True, trainer_class=pl.Trainer, seed=1, ckpt_path=None, **options):
     """Train ``module`` for real; returns the trainer."""
     random.seed(seed)
     np.random.seed(seed)
@@ -114,7 +114,7 @@ def fit(module, callbacks=(), *, validate=True, trainer_class=pl.Trainer, seed=1
     train, val = loaders()
     if is_overridden("train_dataloader", module):  # a module with a loader of its own
         train = None
-    trainer.fit(module, train, val if validate else None)
+    trainer.fit(module, train, val if validate else None, ckpt_path=ckpt_path)
     return trainer
 
 

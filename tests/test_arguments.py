@@ -17,6 +17,7 @@ BAD_VALUES = [
     ({"mode": "auto", "heal": True}, "got heal=True. Keep one"),
     ({"mode": "auto", "max_pairs": 0}, "got max_pairs=0"),
     ({"mode": "auto", "candidates": ["step"], "target": "forward"}, "target='forward' too"),
+    ({"mode": "auto", "candidates": ["step"], "dynamic": True}, "got dynamic=True too"),
     ({"mode": "auto", "candidates": []}, "at least one|none"),
     ({"mode": "auto", "candidates": ["step/reduce-overhead"], "backend": "eager"}, "setting of backend='inductor'"),
     ({"mode": "auto", "candidates": ["step/fast"]}, "got 'step/fast'"),

@@ -22,7 +22,7 @@ from auto_runs import (
 )
 from compile_profiler import CompileProfiler
 from compile_profiler.windows import Alternation
-from runs import Regression, differences, left_behind, train
+from runs import Regression, differences, fit, left_behind, train
 
 
 def assert_trained_as_in_eager(module, trainer):
@@ -165,3 +165,18 @@ def test_that_nothing_gains_is_remembered_too_unless_the_user_wants_to_look_agai
     assert again.calls == []
     assert forgetful.calls
     assert row(third, "step/default").status == "tried"
+
+
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint.*")
+def test_a_run_that_is_resumed_begins_with_what_has_won():
+    first, _, trainer = searched(backend=Backend(step=halfway), remember=False, more=0)
+    trainer.save_checkpoint("stopped.ckpt")
+    again = Backend(step=halfway)
+    profiler = CompileProfiler(
+        mode="auto", backend=again, candidates=["step", "forward"], remember=False, verbose=False
+    )
+    callbacks = [profiler, StopAt(trainer.global_step + 60)]
+    fit(Pausing(), callbacks, max_steps=FOR_LONG, validate=False, ckpt_path="stopped.ckpt")
+
+    assert first.search.active == profiler.report.search.active == "forward/default"
+    assert set(again.calls) == {"forward"}

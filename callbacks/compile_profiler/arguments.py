@@ -163,7 +163,7 @@ def checked(
     _check_choice("drift_reference", drift_reference, (None, "float64"))
     searches = mode == AUTO
     if searches:
-        _check_search(options["options"], candidates, target, heal=heal, max_pairs=max_pairs)
+        _check_search(options, candidates, target, heal=heal, max_pairs=max_pairs)
         options = {**options, "mode": None}
     elif candidates is not None:
         raise ValueError(f"candidates are those of a search, got mode={mode!r}. Set mode='auto' or leave them out.")
@@ -232,16 +232,20 @@ def _check_compile_options(backend: Any, mode: str | None, options: Any) -> None
         raise ValueError(f"mode={mode!r} and options={options!r} exclude each other. Keep one of them.")
 
 
-def _check_search(options: Any, candidates: Any, target: Any, *, heal: bool, max_pairs: int) -> None:
+def _check_search(options: Mapping[str, Any], candidates: Any, target: Any, *, heal: bool, max_pairs: int) -> None:
     """What a search excludes."""
-    if options:
-        raise ValueError(f"mode='auto' and options={options!r} exclude each other. Keep one of them.")
+    if options["options"]:
+        raise ValueError(f"mode='auto' and options={options['options']!r} exclude each other. Keep one of them.")
     if heal:
         raise ValueError("mode='auto' tries dynamic=True itself, got heal=True. Keep one of them.")
     if not max_pairs:
         raise ValueError("mode='auto' compares by pairs, got max_pairs=0. Give it some, or name the mode.")
     if candidates is not None and target != "step":
         raise ValueError(f"each candidate names its own target, got target={target!r} too. Leave target out.")
+    if candidates is not None and options["dynamic"] is not None:
+        raise ValueError(
+            f"each candidate says whether it is dynamic, got dynamic={options['dynamic']} too. Leave it out."
+        )
 
 
 def _checked_target(target: Any) -> str | tuple[str, ...]:

@@ -187,8 +187,9 @@ class Session:
                 whose = earlier if isinstance(earlier, str) else "machine on another rank"
                 self._export.tell(f"The checkpoint's measurements are of another {whose}; measuring starts afresh.")
             return False
-        if self._settings.searches and earlier.verdict is not None and earlier.verdict.decision == "compiled":
-            self._known = configured(earlier.verdict.config)
+        if self._settings.searches and (earlier.verdict is None or earlier.verdict.decision == "compiled"):
+            # A search takes its own pairs; what has won before is where it begins.
+            self._known = None if earlier.verdict is None else configured(earlier.verdict.config)
             return False
         self._ledger.go_on_from(earlier.evidence)
         if earlier.verdict is None:
