@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from compile_profiler import CompileProfiler
 from compile_profiler.records import Report
-from runs import Files, Regression, train
+from runs import Files, Regression, differences, left_behind, train
 
 PAUSE_S = 0.015
 FOR_LONG = 1_000_000  # steps of a run that a search is worth; StopAt ends it
@@ -116,6 +116,12 @@ def searched(
     report = profiler.report
     assert Report.from_dict(report.to_dict()) == report
     return report, module, trainer
+
+
+def assert_trained_as_in_eager(module, trainer):
+    """What is left behind is what a run of as many steps without the callback leaves."""
+    plain, other = train(type(module), [StopAt(trainer.global_step)], max_steps=FOR_LONG, validate=False)
+    assert not differences(left_behind(module, trainer), left_behind(plain, other))
 
 
 def row(report, name):

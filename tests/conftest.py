@@ -25,6 +25,14 @@ def _same_start():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def search_on_disk(tmp_path_factory):
+    """One real run of mode="auto" for all that show such a run."""
+    from auto_runs import logged_search  # not before the compile cache has its place
+
+    return logged_search(tmp_path_factory.mktemp("search"))
+
+
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path, monkeypatch):
     """Whatever a run writes without being told where goes into the test's own folder."""

@@ -11,6 +11,7 @@ from auto_runs import (
     Backend,
     Pausing,
     StopAt,
+    assert_trained_as_in_eager,
     failing,
     halfway,
     not_finite,
@@ -22,13 +23,7 @@ from auto_runs import (
 )
 from compile_profiler import CompileProfiler
 from compile_profiler.windows import Alternation
-from runs import Regression, differences, fit, left_behind, train
-
-
-def assert_trained_as_in_eager(module, trainer):
-    """What is left behind is what a run of as many steps without the callback leaves."""
-    plain, other = train(type(module), [StopAt(trainer.global_step)], max_steps=FOR_LONG, validate=False)
-    assert not differences(left_behind(module, trainer), left_behind(plain, other))
+from runs import Regression, fit, train
 
 
 @pytest.mark.parametrize(("slow", "fast"), [("step", "forward"), ("forward", "step")])

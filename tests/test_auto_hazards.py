@@ -12,10 +12,10 @@ import torch._dynamo
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset
 
+from auto_runs import FOR_LONG, Backend, Pausing, StopAfterSearch, StopAt, assert_trained_as_in_eager, row
 from compile_profiler import CompileProfiler, duel, host, probe
 from compile_profiler.windows import Alternation
 from runs import Regression, differences, fit, left_behind, train
-from test_auto import FOR_LONG, Backend, Pausing, StopAfterSearch, StopAt, assert_trained_as_in_eager, row
 from test_leaving import attributes, surroundings
 from zoo import Counters, FreezesParameters, LogsEverything, MomentumQueue, RandomControlFlow
 

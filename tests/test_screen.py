@@ -44,6 +44,7 @@ def on_a_terminal(code, *arguments):
     root = Path(__file__).parents[1]
     path = os.pathsep.join([str(root / "callbacks"), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
     surroundings = {**os.environ, "PYTHONPATH": path, "TERM": "xterm-256color", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    surroundings |= {"COLUMNS": str(COLUMNS)}  # of two test processes each is told that its terminal is narrow
     with subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=surroundings
     ) as child:
@@ -95,8 +96,8 @@ def test_lines_of_ours_stand_alone_and_the_bar_stays_whole(bar):
     assert [line.partition(" ")[0] for line in ours] == ["CompileProfiler:"] * 2  # the start, the decision
     assert "compiling training_step" in ours[0]
     assert "Compiling gains nothing here" in ours[1]
-    assert "40/40" in lines[bars[0]]
-    assert not [line for line in lines if "40/40" in line and "CompileProfiler" in line]
+    assert re.search(r"\b(39|40)/40\b", lines[bars[0]])  # the last step may come after rich's last drawing
+    assert not [line for line in lines if "/40" in line and "CompileProfiler" in line]
     assert "eager: no_gain" in "".join(lines[title + 1 : title + 4])
     assert re.search(r"\x1b\[33m[^\x1b]*eager: no_gain", written)  # in colour
     if bar == "tqdm":  # rich draws its bar below whatever is printed, until the end
