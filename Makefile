@@ -35,9 +35,10 @@ lint: $(VENV)/test.stamp  ## ruff, ruff format, codespell
 types: $(VENV)/test.stamp  ## mypy --strict
 	$(BIN)/mypy
 
-# Two processes: most tests run on one thread. A file stays in one of them, because what it sets up is dear.
+# Two processes: most tests run on one thread. A file stays in one of them, because what it sets up is dear; a process
+# that dies is not replaced, because what was left of its file would be waited for in vain (pytest-xdist 3.8).
 pytest: $(VENV)/test.stamp  ## the tests and the doctests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 docs: $(VENV)/test.stamp  ## the site with the API reference, in build/site; a warning is an error
 	$(BIN)/python -m sphinx -E -W --keep-going -q docs build/site
