@@ -14,7 +14,7 @@ ACCIDENTS = {
     "slow_rank": "no_gain",
     "nan_rank": "non_finite",
 }
-MAX_S = 120
+MAX_S = 60
 """No case may wait for the watchdog of a process group, which is 30 minutes for gloo."""
 
 

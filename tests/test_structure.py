@@ -174,7 +174,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "account": ({"explainer", "ledger", "records", "windows"}, set()),
     "contest": (
         {
-            "account",
             "arguments",
             "candidates",
             "duel",

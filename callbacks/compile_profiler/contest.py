@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from compile_profiler import host
-from compile_profiler.account import Account
 from compile_profiler.arguments import Settings
 from compile_profiler.candidates import Candidate
 from compile_profiler.duel import Try, Windows
@@ -60,7 +59,6 @@ class Contest:
         workshop: makes the arms.
         ledger: shows the pairs of what is being measured.
         explainer: tells what is compiled.
-        account: knows the seconds of that.
         times: of real steps.
         tell: prints a line.
         lookout: watches the first steps.
@@ -76,7 +74,6 @@ class Contest:
         workshop: Workshop,
         ledger: Ledger,
         explainer: Explainer,
-        account: Account,
         times: StepTimes,
         tell: Callable[[str], None],
         lookout: Lookout,
@@ -88,7 +85,6 @@ class Contest:
         self._workshop = workshop
         self._ledger = ledger
         self._explainer = explainer
-        self._account = account
         self._times = times
         self._tell = tell
         self._lookout = lookout

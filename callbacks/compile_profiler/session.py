@@ -139,7 +139,6 @@ class Session:
             workshop=self._workshop,
             ledger=self._ledger,
             explainer=self._explainer,
-            account=self._account,
             times=self._times,
             tell=self._export.tell,
             lookout=Lookout(
