@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compile_profiler
 from compile_profiler import CompileProfiler, probe
-from runs import InMemoryLogger, differences, left_behind
+from runs import InMemoryLogger, MovesItsOptimizer, differences, left_behind
 
 ROOT = str(Path(compile_profiler.__file__).parent)
 GENERATOR = 0x20
@@ -151,20 +151,8 @@ class Tiny(pl.LightningModule):
         self.trainer.save_checkpoint("tiny.ckpt")
 
 
-class TinyManual(Tiny):
+class TinyManual(MovesItsOptimizer, Tiny):
     """Moves its optimizer itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("loss", loss.detach())
 
 
 def failing(graph, example_inputs):

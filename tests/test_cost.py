@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compile_profiler
 from compile_profiler import CompileProfiler
 from compile_profiler.observe import Observer
-from runs import fit
+from runs import MovesItsOptimizer, fit
 
 PACKAGE = str(Path(compile_profiler.__file__).parent)
 MAX_CALLS = 95
@@ -56,20 +56,8 @@ class Small(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class SmallManual(Small):
+class SmallManual(MovesItsOptimizer, Small):
     """Moves its optimizer itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("loss", loss.detach())
 
 
 class Counter(pl.Callback):
