@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compile_profiler
 from compile_profiler import CompileProfiler, probe
+from auto_runs import StopAt
 from runs import InMemoryLogger, MovesItsOptimizer, differences, left_behind
 
 ROOT = str(Path(compile_profiler.__file__).parent)
@@ -170,25 +171,39 @@ def failing(graph, example_inputs):
 
 
 KEPT = {"backend": "eager", "fallback": False, "verbose": True, "warmup_steps": 1, "pair_every_n_steps": 3}
+AUTO = {"mode": "auto", "candidates": ["step", "forward"], "backend": "eager", "verbose": True, "warmup_steps": 1}
+
+
+class Kind(NamedTuple):
+    """A kind of run: the module, the callback's arguments, after how many steps it ends, how long it seems to be."""
+
+    module_class: type
+    arguments: dict
+    steps: int = 4
+    max_steps: int = 4
+
+
 RUNS = {
-    "measured": (Tiny, KEPT),
-    "windows": (Tiny, {**KEPT, "end_to_end": "windows", "stages": ("train", "validate")}),
-    "failing": (Tiny, {**KEPT, "backend": failing}),
-    "manual": (TinyManual, KEPT),
-    "manual, failing": (TinyManual, {**KEPT, "backend": failing}),
+    "measured": Kind(Tiny, KEPT),
+    "windows": Kind(Tiny, {**KEPT, "end_to_end": "windows", "stages": ("train", "validate")}),
+    "failing": Kind(Tiny, {**KEPT, "backend": failing}),
+    "manual": Kind(TinyManual, KEPT),
+    "manual, failing": Kind(TinyManual, {**KEPT, "backend": failing}),
+    "auto": Kind(Tiny, AUTO, steps=24, max_steps=1_000_000),  # a search is worth it where many steps remain
+    "auto, failing": Kind(Tiny, {**AUTO, "backend": failing}, steps=24, max_steps=1_000_000),
 }
 
 
-def run(module_class, profiler, watch=None):
-    """A fit of four batches under a profile function; what it leaves behind."""
+def run(kind, profiler, watch=None):
+    """A short fit under a profile function; what it leaves behind."""
     torch.manual_seed(7)
     random.seed(1)
     np.random.seed(1)
-    module = module_class()
+    module = kind.module_class()
     data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
     trainer = pl.Trainer(
-        callbacks=[] if profiler is None else [profiler],
-        max_steps=4,
+        callbacks=[StopAt(kind.steps), *([] if profiler is None else [profiler])],
+        max_steps=kind.max_steps,
         logger=InMemoryLogger(),
         log_every_n_steps=1,
         num_sanity_val_steps=0,
@@ -219,21 +234,19 @@ def run(module_class, profiler, watch=None):
 
 def recorded(kind):
     """The boundaries that a run crosses, each with how often, in the order in which it meets them."""
-    module_class, options = RUNS[kind]
     recorder = Recorder()
-    run(module_class, CompileProfiler(**options), recorder)
+    run(RUNS[kind], CompileProfiler(**RUNS[kind].arguments), recorder)
     return dict(recorder.counts)
 
 
 def complaints(kind, code, number, plain):
     """What is wrong with a run in which the boundary fails."""
-    module_class, options = RUNS[kind]
     Path("compile_profile.json").unlink(missing_ok=True)
-    profiler, fault = CompileProfiler(**options), Fault(code, number)
+    profiler, fault = CompileProfiler(**RUNS[kind].arguments), Fault(code, number)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            left = run(module_class, profiler, fault)
+            left = run(RUNS[kind], profiler, fault)
         except Exception as error:
             return [f"ended in {type(error).__name__}: {error}"]
     said = [str(warning.message) for warning in caught if "CompileProfiler" in str(warning.message)]
@@ -273,7 +286,7 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     for kind in kinds:
-        plain, counts = run(RUNS[kind][0], None), crossings(kind)
+        plain, counts = run(RUNS[kind], None), crossings(kind)
         began_s, num_runs, num_wrong = time.perf_counter(), 0, 0
         for code, count in counts.items():
             numbers = {1, 2, count} if "--all" in sys.argv else {1}

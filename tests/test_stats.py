@@ -184,12 +184,12 @@ def test_end_to_end_dilutes_the_speedup_of_the_pass():
 
 
 def test_what_python_does_takes_longer_in_a_real_step():
-    """A step at Python's pace gains what its cold passes differ by; one at the device's pace what its warm ones do."""
+    """By as many seconds in each arm or by as many times; where the device sets the pace, what it does does not."""
     pair = {"step": 1, "step_s": 20.0, "coldness": 1.5}
     at_python = Sample(eager_s=8.0, compiled_s=4.0, eager_host_s=8.0, compiled_host_s=4.0, **pair)
     at_device = Sample(eager_s=8.0, compiled_s=4.0, eager_host_s=2.0, compiled_host_s=2.0, **pair)
 
-    assert end_to_end_bracket(at_python) == pytest.approx((1.3, 1.3))
+    assert end_to_end_bracket(at_python) == pytest.approx((1.2, 1.3))
     assert end_to_end_bracket(at_device) == pytest.approx((1.0, 1.2))
     assert end_to_end_bracket(replace(at_python, coldness=0.5)) == pytest.approx((1.2, 1.2))
 

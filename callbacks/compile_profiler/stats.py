@@ -233,18 +233,26 @@ def end_to_end(*, step_s: float, eager_s: float, compiled_s: float, own_s: float
 
 
 def end_to_end_bracket(sample: Sample) -> tuple[float, float] | None:
-    """Speedup of the whole step if the device sets its pace, and if Python does; in order of size.
+    """Lowest and highest speedup of the whole step that a pair and the time of a compiled step allow.
 
-    Where the device lags behind Python, the rest of the step hides behind the longer pass, so that the whole step
-    gains less than the passes differ: if launching sets the pace, only what launching differs. The truth lies
-    between; on a device that keeps step with Python the two are one. ``None`` without the time of a whole step.
+    Two things are not known, and each is taken both ways:
 
-    What Python does takes longer in a real step than in a block of passes, whose caches are warm: by ``coldness``, as
-    far as that is known (1.0 to 1.5 in the jobs of docs/benchmarks.md). Work of a device does not.
+    - Where the device lags behind Python, the rest of the step hides behind the longer pass, so that the whole step
+      gains less than the passes differ: if launching sets the pace, only what launching differs. On a device that keeps
+      step with Python the two are one.
+    - What Python does takes longer in a real step than in a block of passes, whose caches are warm. Of compiled it is
+      known how much (``coldness``; 1.0 to 2.7 in the jobs of docs/benchmarks.md); eager may take as many seconds more,
+      as where it repeats the same few operations, or as many times longer. Work of a device does not.
+
+    ``None`` without the time of a whole step.
 
     >>> pair = Sample(step=1, eager_s=6.0, compiled_s=2.0, eager_host_s=4.0, compiled_host_s=2.0, step_s=8.0)
     >>> end_to_end_bracket(pair)
     (1.25, 1.5)
+    >>> import dataclasses
+    >>> pair = Sample(step=1, eager_s=4.0, compiled_s=2.0, eager_host_s=4.0, compiled_host_s=2.0, step_s=8.0)
+    >>> end_to_end_bracket(dataclasses.replace(pair, coldness=1.5))
+    (1.25, 1.375)
     """
     if sample.step_s is None:
         return None
@@ -252,11 +260,30 @@ def end_to_end_bracket(sample: Sample) -> tuple[float, float] | None:
     eager_s, compiled_s = sample.eager_s, sample.compiled_s
     if sample.eager_host_s is None or sample.compiled_host_s is None:
         return (of_step(eager_s=eager_s, compiled_s=compiled_s),) * 2
-    cold = max(sample.coldness or 1.0, 1.0)  # below 1: Python waited in the block, for a device that was behind
-    eager_host_s, compiled_host_s = cold * sample.eager_host_s, cold * sample.compiled_host_s
-    python = of_step(eager_s=eager_host_s, compiled_s=compiled_host_s)
-    device = of_step(eager_s=max(eager_s, eager_host_s), compiled_s=max(compiled_s, compiled_host_s))
-    return min(device, python), max(device, python)
+    found = []
+    for eager_host_s, compiled_host_s in when_cold(
+        sample.coldness, sample.compiled_host_s, sample.eager_host_s, sample.compiled_host_s
+    ):
+        found.append(of_step(eager_s=eager_host_s, compiled_s=compiled_host_s))
+        found.append(of_step(eager_s=max(eager_s, eager_host_s), compiled_s=max(compiled_s, compiled_host_s)))
+    return min(found), max(found)
+
+
+def when_cold(coldness: float | None, known_s: float, *warm_s: float) -> list[tuple[float, ...]]:
+    """What Python's seconds in blocks of passes become in a real step: as many more of each, or as many times longer.
+
+    Args:
+        coldness: how much longer than ``known_s`` it was in real steps; below 1 Python waited in the block, for a
+            device that was behind.
+        known_s: seconds of the pass that has been seen in real steps.
+        *warm_s: seconds of passes, that one among them.
+
+    >>> when_cold(1.5, 2.0, 4.0, 2.0)
+    [(5.0, 3.0), (6.0, 3.0)]
+    """
+    cold = max(coldness or 1.0, 1.0)
+    extra_s = (cold - 1) * known_s
+    return [tuple(seconds + extra_s for seconds in warm_s), tuple(cold * seconds for seconds in warm_s)]
 
 
 def saved_s(*, num_compiled_steps: int, saved_per_step_s: float, compile_s: float, probe_s: float) -> float:

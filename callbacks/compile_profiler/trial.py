@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from compile_profiler.candidates import Candidate
 from compile_profiler.outlook import Tried
 from compile_profiler.records import Reason, Sample
 from compile_profiler.results import CandidateResult, Status
-from compile_profiler.stats import Interval, Outcome, first_outcome, log_e_value, median_interval, speedup
+from compile_profiler.stats import Interval, Outcome, first_outcome, log_e_value, median_interval, speedup, when_cold
 
 
 class Pass(NamedTuple):
@@ -26,8 +26,8 @@ class Pass(NamedTuple):
 def step_gain(running: Pass, before: Pass, after: Pass, *, step_s: float, coldness: float = 1.0) -> tuple[float, float]:
     """Log-ratio of a whole step with the pass ``before`` over one with ``after``: the lower and the upper estimate.
 
-    What a step does besides its pass is taken to last as long under each. One estimate holds if the device sets the
-    pace of a step, the other if Python does; see `stats.end_to_end_bracket`.
+    What a step does besides its pass is taken to last as long under each. Whether the device sets the pace of a step
+    or Python does, and what Python takes in a real step, is not known: see `stats.end_to_end_bracket`.
 
     Args:
         running: the pass of what training ran on when the step was timed.
@@ -40,16 +40,19 @@ def step_gain(running: Pass, before: Pass, after: Pass, *, step_s: float, coldne
     [1.25, 1.67]
     """
 
-    def gain(seconds: Callable[[Pass], float]) -> float:
-        rest_s = max(step_s - seconds(running), 0.0)
-        return math.log((rest_s + seconds(before)) / (rest_s + seconds(after)))
+    def gain(running_s: float, before_s: float, after_s: float) -> float:
+        rest_s = max(step_s - running_s, 0.0)
+        return math.log((rest_s + before_s) / (rest_s + after_s))
 
-    hosts = [one.host_s for one in (running, before, after)]
-    if any(host_s is None for host_s in hosts):
-        return (gain(lambda one: one.total_s),) * 2
-    python = gain(lambda one: (one.host_s or 0.0) * coldness)
-    device = gain(lambda one: max(one.total_s, (one.host_s or 0.0) * coldness))
-    return min(python, device), max(python, device)
+    passes_s = [one.total_s for one in (running, before, after)]
+    hosts_s = [one.host_s for one in (running, before, after) if one.host_s is not None]
+    if len(hosts_s) < len(passes_s):
+        return (gain(*passes_s),) * 2
+    gains = []
+    for cold_s in when_cold(coldness, hosts_s[0], *hosts_s):
+        gains.append(gain(*cold_s))
+        gains.append(gain(*map(max, passes_s, cold_s)))
+    return min(gains), max(gains)
 
 
 @lru_cache(maxsize=1024)
