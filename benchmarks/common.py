@@ -152,6 +152,10 @@ def fit(
         trainer.fit(module, job.loader(steps, pinned=on_gpu()))
 
 
+REPLAYS = frozenset({"reduce-overhead", "max-autotune"})
+"""Modes with CUDA graphs, which are replayed in the main thread alone."""
+
+
 class Relay:
     """Runners of which one runs at a time and hands on to the next."""
 
@@ -271,11 +275,14 @@ def machine() -> dict[str, Any]:
     }
 
 
-def arguments(description: str | None, argv: Sequence[str] | None, *, steps: int) -> argparse.Namespace:
+def arguments(description: str | None, argv: Sequence[str] | None, *, steps: int, run_s: float) -> argparse.Namespace:
     """The command line that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", default=",".join(JOBS), help="names separated by commas; all of them by default")
     parser.add_argument("--steps", type=int, default=steps, help="steps of one run")
+    parser.add_argument(
+        "--run-s", type=float, default=run_s, help="seconds that one run should take at most, without compiling"
+    )
     parser.add_argument("--out", type=Path, help="JSON file of all raw figures, rewritten after each job")
     parser.add_argument("--quick", action="store_true", help="jobs of CPU size and a quarter of the steps")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")

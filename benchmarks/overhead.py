@@ -21,11 +21,11 @@ from rich.table import Table
 
 from benchmarks.common import (
     BLOCK_STEPS,
+    REPLAYS,
     BlockTimer,
     arguments,
     fit,
     interleaved,
-    middle,
     on_gpu,
     run_all,
     show,
@@ -35,27 +35,41 @@ from benchmarks.common import (
 from benchmarks.jobs import Job
 from compile_profiler import CompileProfiler
 
-RUN_S = 15.0
-"""Seconds that one run should take at most, without compiling."""
 ALTERNATIONS = 3
+
+Fit = Callable[[BlockTimer], None]
 
 
 def ordinary_step(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Seconds that a step under the callback takes longer than one compiled by hand; nothing is measured in it."""
-    blocks = interleaved(
-        {
-            "callback": lambda timer: fit(
-                job, steps=steps, callbacks=[CompileProfiler(max_pairs=0, verbose=False, **options), timer]
-            ),
-            "by_hand": lambda timer: fit(job, steps=steps, callbacks=[timer], by_hand=options),
+    """Seconds that a step under the callback takes longer than one compiled by hand; nothing is measured in it.
+
+    Beside it what a callback that does nothing costs. Once for each thread that a fit can have: they differ.
+    """
+
+    def with_callbacks(*callbacks: L.Callback, by_hand: dict[str, Any] | None = None) -> Fit:
+        return lambda timer: fit(job, steps=steps, callbacks=[*callbacks, timer], by_hand=by_hand)
+
+    def fits() -> dict[str, Fit]:
+        return {
+            "callback": with_callbacks(CompileProfiler(max_pairs=0, verbose=False, **options)),
+            "by_hand": with_callbacks(by_hand=options),
+            "idle": with_callbacks(L.Callback(), by_hand=options),
         }
-    )
-    extra_s = [one - other for one, other in zip(blocks["callback"], blocks["by_hand"], strict=True)]
+
+    names = list(fits())
+    turns = []
+    for turn in range(1 if options["mode"] in REPLAYS else len(names)):
+        made = fits()
+        turns.append(interleaved({name: made[name] for name in [*names[turn:], *names[:turn]]}))
+
+    def by_role(name: str) -> list[float]:
+        return [statistics.median(blocks[name]) - statistics.median(blocks["by_hand"]) for blocks in turns]
+
     return {
-        "callback_steps_s": blocks["callback"],
-        "by_hand_steps_s": blocks["by_hand"],
-        "extra_s": middle(extra_s),
-        "extra_of_minima_s": min(blocks["callback"]) - min(blocks["by_hand"]),
+        "steps_s": {name: [seconds for blocks in turns for seconds in blocks[name]] for name in names},
+        "extra_s": statistics.mean(by_role("callback")),
+        "extra_by_role_s": by_role("callback"),
+        "idle_extra_s": statistics.mean(by_role("idle")),
     }
 
 
@@ -180,7 +194,7 @@ def compared(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     """All that one job can tell about the cost."""
     options = {"backend": args.backend, "mode": args.mode}
-    steps = steps_within(step_seconds(job), steps=args.steps, run_s=RUN_S)
+    steps = steps_within(step_seconds(job), steps=args.steps, run_s=args.run_s)
     return {
         "steps": steps,
         "ordinary_step": ordinary_step(job, steps, options),
@@ -192,18 +206,17 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
 def table(results: dict[str, dict[str, Any]]) -> Table:
     """One row per job."""
     found = Table(
-        *("job", "step by hand ms", "extra us [quartiles]", "extra us, minima", "device waits, by hand"),
+        *("job", "step by hand ms", "extra us (by role)", "an idle callback us", "device waits, by hand"),
         *("fit by hand s", "fit s", "measuring %", "reported %", "after decision %"),
         title="What the callback costs over a job compiled by hand",
     )
     for name, result in results.items():
         step, whole, waits = result["ordinary_step"], result["whole_fit"], result["synchronisations"]
-        low, median, high = (1e6 * value for value in step["extra_s"])
         found.add_row(
             name,
-            show(1e3 * statistics.median(step["by_hand_steps_s"])),
-            f"{median:.0f} [{low:.0f}, {high:.0f}]",
-            show(1e6 * step["extra_of_minima_s"], "{:.0f}"),
+            show(1e3 * statistics.median(step["steps_s"]["by_hand"])),
+            f"{1e6 * step['extra_s']:.0f} ({', '.join(f'{1e6 * one:.0f}' for one in step['extra_by_role_s'])})",
+            f"{1e6 * step['idle_extra_s']:.0f}",
             "no device" if waits is None else f"{waits['callback']}, {waits['by_hand']}",
             *(show(statistics.median(run["train_s"] for run in whole[key])) for key in ("by_hand", "callback")),
             *(show(whole[key]) for key in ("outside_pct", "reported_pct", "after_decision_pct")),
@@ -213,7 +226,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the jobs named on the command line."""
-    args = arguments(__doc__, argv, steps=1000)
+    args = arguments(__doc__, argv, steps=1000, run_s=15.0)
     run_all(args, partial(measure, args), table)
 
 

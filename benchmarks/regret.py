@@ -19,8 +19,6 @@ from benchmarks.common import BlockTimer, arguments, fit, run_all, show, step_se
 from benchmarks.jobs import Job
 from compile_profiler import CompileProfiler
 
-RUN_S = 20.0
-"""Seconds that one run should take at most, without compiling."""
 ALTERNATIONS = 2
 ARMS = ("compiled", "callback", "eager")
 """The compiled run goes first: it meets an empty cache of kernels, if it is empty."""
@@ -46,7 +44,7 @@ def one_run(job: Job, arm: str, steps: int, options: dict[str, Any]) -> dict[str
 def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     """Whole fits of each arm in turn."""
     options = {"backend": args.backend, "mode": args.mode}
-    steps = steps_within(step_seconds(job), steps=args.steps, run_s=RUN_S)
+    steps = steps_within(step_seconds(job), steps=args.steps, run_s=args.run_s)
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
     for turn in range(ALTERNATIONS):
         for arm in ARMS if turn % 2 == 0 else reversed(ARMS):
@@ -92,7 +90,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the jobs named on the command line."""
-    args = arguments(__doc__, argv, steps=2000)
+    args = arguments(__doc__, argv, steps=2000, run_s=20.0)
     run_all(args, partial(measure, args), table)
 
 

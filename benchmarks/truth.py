@@ -15,13 +15,21 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.common import BlockTimer, arguments, fit, interleaved, middle, run_all, show, step_seconds, steps_within
+from benchmarks.common import (
+    REPLAYS,
+    BlockTimer,
+    arguments,
+    fit,
+    interleaved,
+    middle,
+    run_all,
+    show,
+    step_seconds,
+    steps_within,
+)
 from benchmarks.jobs import Job
 from compile_profiler import CompileProfiler, Report
 
-RUN_S = 6.0
-"""Seconds that one run should take at most, without compiling."""
-REPLAYS = {"reduce-overhead", "max-autotune"}
 OVERHEAD_BUDGET = 0.5
 """Share of the time after its decision that a reporting run may measure: the default 2 % adds one pair in seconds."""
 
@@ -38,7 +46,7 @@ def truth(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
         "eager": lambda timer: fit(job, steps=steps, callbacks=[timer]),
     }
     turns = [interleaved(fits)]
-    if not REPLAYS & {options["mode"]}:  # CUDA graphs are replayed in the main thread alone
+    if options["mode"] not in REPLAYS:
         turns.append(interleaved(dict(reversed(fits.items()))))
     each = [statistics.median(blocks["eager"]) / statistics.median(blocks["compiled"]) for blocks in turns]
     ratios = [e / c for blocks in turns for e, c in zip(blocks["eager"], blocks["compiled"], strict=True)]
@@ -65,7 +73,7 @@ def reported(job: Job, steps: int, method: Any, options: dict[str, Any]) -> dict
 def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     """The truth about a job, and three reports: the estimate twice, so that its pairs can be compared, and windows."""
     options = {"backend": args.backend, "mode": args.mode}
-    steps = steps_within(step_seconds(job), steps=args.steps, run_s=RUN_S)
+    steps = steps_within(step_seconds(job), steps=args.steps, run_s=args.run_s)
     return {
         "steps": steps,
         "truth": truth(job, steps, options),
@@ -112,7 +120,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the jobs named on the command line."""
-    args = arguments(__doc__, argv, steps=200)
+    args = arguments(__doc__, argv, steps=200, run_s=6.0)
     run_all(args, partial(measure, args), table)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from compile_profiler import CompileProfiler
 from compile_profiler.advice import advice
+from compile_profiler.judgement import after_trouble
 from runs import Regression, differences, left_behind, train
 
 MESSAGES = {
@@ -39,6 +40,15 @@ MESSAGES = {
     "disk": ("OSError: [Errno 28] No space left on device", "TORCHINDUCTOR_CACHE_DIR"),
     "layout": ("AssertionError: expected size 4==4, stride 16==1 at dim=0", "dynamic=True"),
 }
+
+
+def test_what_a_cuda_graph_has_overwritten_is_no_error_of_ours():
+    """Wherever it is read: what the module holds is read to be kept, too."""
+    verdict = after_trouble(RuntimeError(MESSAGES["overwritten"][0]))
+
+    assert (verdict.decision, verdict.reason) == ("eager", "runtime_error")
+    assert "clone it" in verdict.message
+    assert after_trouble(RuntimeError("something else")).reason == "disabled"
 
 
 @pytest.mark.parametrize("case", MESSAGES)

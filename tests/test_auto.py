@@ -1,5 +1,6 @@
 """``mode="auto"`` on real runs: candidates whose truth is planted by what a backend sees of them."""
 
+import re
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from lightning.pytorch import Callback
 
 from auto_runs import (
     FOR_LONG,
+    PAUSE_S,
     Backend,
     Pausing,
     StopAt,
@@ -175,3 +177,13 @@ def test_a_run_that_is_resumed_begins_with_what_has_won():
 
     assert first.search.active == profiler.report.search.active == "forward/default"
     assert set(again.calls) == {"forward"}
+
+
+def test_a_pass_is_timed_before_anything_is_compiled():
+    """So that what pairs would take is part of the price: ten of them, each two blocks of four pauses and two more."""
+    report, *_ = searched(max_steps=120, step=100)
+    why = row(report, "step/default").why
+    told_s = float(re.search(r"cost (\d+\.\d) s", why).group(1))
+
+    assert report.search.spent_s == 0
+    assert told_s > 5 + 10 * 10 * PAUSE_S

@@ -85,7 +85,7 @@ def test_overhead_counts_pairs_and_ordinary_steps_apart(tmp_path):
     result = json.loads((tmp_path / "overhead.json").read_text())["jobs"]["mlp"]
     measuring_s = result["whole_fit"]["callback"][0]["report"]["time"]["probe_s"]
     assert result["whole_fit"]["outside_pct"] > 0
-    assert result["ordinary_step"]["extra_s"][1] < 0.01 * measuring_s
+    assert result["ordinary_step"]["extra_s"] < 0.01 * measuring_s
 
 
 def test_regret_knows_all_three_runs(tmp_path):

@@ -76,7 +76,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "observe": ({"records", "places", "compiler", "events", "shortfalls", "tally"}, set()),
     "machine": ({"advice"}, {"torch"}),
     "host": ({"records", "arms"}, {"torch", "tqdm", *LIGHTNING}),
-    "step_door": ({"arms", "logs", "manual", "scaling", "guard", "reducer", "host"}, {"torch"}),
+    "step_door": ({"arms", "clock", "logs", "manual", "scaling", "guard", "reducer", "host"}, {"torch"}),
     # one batch in, one sample out
     "effects": ({"sums", "sandbox"}, {"torch"}),
     "arrivals": (set(), {"torch"}),
@@ -163,7 +163,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         set(),
     ),
     "lookout": (
-        {"arguments", "candidates", "job", "parts", "recall", "records", "results", "search", "shapes"},
+        {"arguments", "candidates", "clock", "job", "parts", "recall", "records", "results", "search", "shapes"},
         {"torch"},
     ),
     "first_steps": ({"meeting", "notices", "reducer", "rig"}, set()),
@@ -246,7 +246,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     # Lightning says when; it comes in through the host
     "callback": (
-        {"records", "verdict", "checkpoint", "parts", "host", "render", "export", "arguments", "session"},
+        {"records", "verdict", "checkpoint", "parts", "host", "render", "export", "arguments", "judgement", "session"},
         set(),
     ),
     # a user's module and a batch: what compiling does to them

@@ -70,6 +70,7 @@ _MISSING: tuple[tuple[str, Part, str | None], ...] = (
     (r"too old to be supported by the triton|CUDA [Cc]apability.{0,40}less than|GPUTooOldForTriton", "gpu", None),
     (r"TritonMissing|[Cc]annot find a working triton|No module named 'triton'", "triton", None),
 )
+_OVERWRITTEN = r"CUDAGraphs that has been overwritten"
 # Text of the error, what is wrong and what to do about it.
 _ADVICE: tuple[tuple[str, str], ...] = (
     (
@@ -81,7 +82,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
         "torch.compiler.set_stance('fail_on_recompile') forbids a second graph: leave it out, or make shapes fixed.",
     ),
     (
-        r"CUDAGraphs that has been overwritten",
+        _OVERWRITTEN,
         "A tensor that a CUDA graph writes was kept beyond its step: clone it, or leave mode='reduce-overhead' out.",
     ),
     (
@@ -124,6 +125,11 @@ def to_install(part: Part, system: str | None = None) -> str:
         return _TOO_OLD
     lack = _LACKS[part]
     return f"{lack.wrong}: install {lack.packages.get(system or '', lack.anywhere)}."
+
+
+def reads_overwritten(error: BaseException) -> bool:
+    """Whether somebody has read what a CUDA graph had written, after its next replay."""
+    return re.search(_OVERWRITTEN, str(error)) is not None
 
 
 def advice(error: BaseException, system: str | None = None) -> str | None:

@@ -13,8 +13,9 @@ from compile_profiler import host
 from compile_profiler.arguments import EndToEndMethod, Target, checked
 from compile_profiler.checkpoint import KEY
 from compile_profiler.export import Export
+from compile_profiler.judgement import after_trouble
 from compile_profiler.parts import submodules
-from compile_profiler.records import Report, Verdict
+from compile_profiler.records import Report
 from compile_profiler.render import print_table
 from compile_profiler.session import Session
 from compile_profiler.verdict import DriftPolicy
@@ -322,12 +323,13 @@ class CompileProfiler(host.Callback):
         if self._gave_up:
             return
         session, self._session, self._gave_up = self._session, None, True
-        what = f"{type(error).__name__}: {error}"
-        message = f"The profiler itself failed and has taken itself off: {what}"
+        verdict, told = after_trouble(error), ""
+        if verdict.reason == "disabled":
+            told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            told = f" Please report this:\n{told}"
         if session is not None:
-            self._report = session.abandon(message)
+            self._report = session.abandon(verdict)
         elif self._report == Report():  # before the first step; afterwards the report is that of the finished fit
-            self._report = Report(verdict=Verdict(decision="eager", reason="disabled", message=message))
-        told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            self._report = Report(verdict=verdict)
         with suppress(Exception):  # warnings that are errors: there is nobody left to tell
-            host.warn(f"{message}; training goes on without it. Please report this:\n{told}")
+            host.warn(f"{verdict.message.removesuffix('.')}; training goes on without it.{told}")

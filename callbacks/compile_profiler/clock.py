@@ -92,6 +92,60 @@ class Clock:
         return mark
 
 
+class PassTimer:
+    """Times the passes of a few real steps; nothing is run twice.
+
+    The device is waited for at both ends of each, which the steps of a run that is being timed must not do.
+
+    Args:
+        clock: of the module's device.
+        steps: which of the steps that come, counted from 0.
+
+    >>> times_s = iter([1.0, 1.25, 1.75])
+    >>> timer = PassTimer(Clock(torch.device("cpu"), read_s=times_s.__next__), range(1, 2))
+    >>> for _ in range(3):
+    ...     timer.start()
+    ...     timer.stop()
+    >>> timer.found, timer.is_over
+    (BlockTime(pass_s=0.75, host_s=0.25), True)
+    """
+
+    def __init__(self, clock: Clock, steps: range) -> None:
+        self._clock = clock
+        self._steps = steps
+        self._num_seen = 0
+        self._began_s: float | None = None
+        self._found: list[BlockTime] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has been timed that was to be."""
+        return self._num_seen > self._steps[-1]
+
+    def start(self) -> None:
+        """Before the forward pass of the next step."""
+        self._began_s = None
+        if self._num_seen in self._steps:
+            self._clock.synchronize()
+            self._began_s = self._clock.now()
+        self._num_seen += 1
+
+    def stop(self) -> None:
+        """After its backward pass was launched."""
+        if self._began_s is not None:
+            host_s = self._clock.now() - self._began_s
+            self._clock.synchronize()
+            self._found.append(BlockTime(pass_s=self._clock.now() - self._began_s, host_s=host_s))
+            self._began_s = None
+
+    @property
+    def found(self) -> BlockTime | None:
+        """The median pass, ``None`` if none was seen."""
+        if not self._found:
+            return None
+        return BlockTime(*(statistics.median(column) for column in zip(*self._found, strict=True)))
+
+
 def profiler_is_on() -> bool:
     """Whether a profiler of torch is recording in this thread, so that every operation costs more.
 

@@ -98,6 +98,7 @@ class Contest:
         self.settled: Settle | None = None
         rig.enable(False)
         rig.pairs = None
+        rig.door.passes = lookout.passes
 
     # -- looking before trying ---------------------------------------------------------------------------------------
 
@@ -105,6 +106,9 @@ class Contest:
         """A training step has ended; whether the search begins with it."""
         if self._search is not None:
             return False
+        if self._rig.door.passes is not None and self._lookout.passes.is_over:
+            self._rig.door.passes = None
+            self._times.after_pair()  # the device was waited for: what an ordinary step takes is seen from here on
         call = self._rig.door.last_call
         if not self._lookout.see(call) or not boundary:
             return False
@@ -196,11 +200,14 @@ class Contest:
             return self._settle(Settle(None, "no_gain", f"{told}; training goes on in eager."), step)
         self._hear_windows(search)
         self._judge_running(step, common)
+        eager = self._lookout.passes.found
         now = Now(
             step=step,
             elapsed_s=time.perf_counter() - self._began_s,
             seconds_left=self._seconds_left(),
             step_s=self._step_s,
+            pass_s=None if eager is None else eager.pass_s,
+            host_s=None if eager is None else eager.host_s,
         )
         action = search.next(now)
         while isinstance(action, Try) and not self._enter(action.candidate):

@@ -91,6 +91,8 @@ class Guard:
     def forward(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step method ``hook`` compiled, or in eager if that fails."""
         self._call = None
+        # What a step that fails before anything is kept would be given back: nothing.
+        self._state, self._random, self._kept_buffers = None, None, False
         if not self.enabled:
             return getattr(self._module, hook)(*args, **kwargs)
         if not self._retries:
@@ -115,6 +117,7 @@ class Guard:
             except Exception as error:
                 if self._own_steps is None:
                     raise
+                logs = logs or self._arm.logs.plainly_taken(self._module)
                 self._on_trouble(error)  # the optimizers have moved: the step is done
             self._seconds += kept_s - began_s + time.perf_counter() - ended_s
             for log in logs:
@@ -126,15 +129,23 @@ class Guard:
             return output
         # Outside the except block, so that an error of the user's own carries no foreign __context__.
         retry, trouble = ExitStack(), None
+        for _ in range(2):  # out of memory, say, half-way: half a state is the worst to train on
+            try:
+                self._rewind(failure)
+                break
+            except Exception as error:
+                trouble = error
         try:
-            self._rewind_from(failure)
             if self._own_steps is not None:
                 retry.enter_context(self._own_steps.again())
         except Exception as error:
             trouble = error
         with retry:
             output = getattr(self._module, hook)(*args, **kwargs)
-        self._settle(failure, trouble)
+        try:
+            self._settle(failure, trouble)
+        except Exception as error:
+            self._on_trouble(error)
         return output
 
     def backward(
@@ -165,10 +176,12 @@ class Guard:
             return
         del loss  # and with it what the failed pass holds: there may be no room for both
         bring_back = None
-        try:
-            bring_back = self._rewind_from(failure)
-        except Exception as error:
-            trouble = error
+        for _ in range(2):
+            try:
+                bring_back = self._rewind(failure)
+                break
+            except Exception as error:
+                trouble = error
         loss = eager_loss(*args, **kwargs)
         if bring_back is not None:
             bring_back()
@@ -180,28 +193,28 @@ class Guard:
             rest = [leaf for leaf in reached(loss) if id(leaf) in late]
             if rest or not before:
                 run(loss, *others, **options, **({"inputs": rest} if len(late) < len(before) else {}))
+        else:
+            complete = []
+            for parameter, gradient, version in before:
+                if gradient is not None and gradient._version != version:
+                    # Autograd adds to a leaf once in a pass, and all of it: this one had its share before the failure.
+                    complete.append((parameter, gradient))
+                    gradient = None
+                parameter.grad = gradient
+            run(loss, *others, **options)
+            for parameter, gradient in complete:
+                parameter.grad = gradient
+        try:
             self._settle(failure, trouble)
-            return
-        complete = []
-        for parameter, gradient, version in before:
-            if gradient is not None and gradient._version != version:
-                # Autograd adds to a leaf once in a pass, and all of it: this one had its share before the failure.
-                complete.append((parameter, gradient))
-                gradient = None
-            parameter.grad = gradient
-        run(loss, *others, **options)
-        for parameter, gradient in complete:
-            parameter.grad = gradient
-        self._settle(failure, trouble)
+        except Exception as error:
+            self._on_trouble(error)
 
     def _settle(self, failure: Exception, trouble: Exception | None) -> None:
         """The batch has been trained in eager: say why, and so what becomes of the rest of the run."""
-        try:
-            if trouble is None:
-                return self._on_failure(failure)
-        except Exception as error:
-            trouble = error
-        return self._on_trouble(trouble)
+        if trouble is None:
+            self._on_failure(failure)
+        else:
+            self._on_trouble(trouble)
 
     def run(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step as the compiled arm of a pair: at the price of a real one, with what is kept for a retry."""
@@ -236,7 +249,6 @@ class Guard:
     # -- keeping and giving back -----------------------------------------------------------------------------------
 
     def _keep(self, args: Any, kwargs: Any) -> None:
-        # What a step that fails on the way here would be given back: nothing.
         self._state, self._random, self._kept_buffers = None, None, False
         known = self._known
         if not self._learning and self._saved_buffers and not self._copy_buffers():
@@ -284,16 +296,9 @@ class Guard:
             self._owners = list(known.owners.values())
             self._saved_buffers = _grouped(known.buffers.values())
 
-    def _rewind_from(self, failure: Exception) -> Callable[[], None]:
+    def _rewind(self, failure: Exception) -> Callable[[], None]:
         """Give back what was kept; returns what to call after the retry (see ``Snapshot.rewind``)."""
-        try:
-            _drop_frames(failure)
-            return self._rewind()
-        except Exception:  # out of memory, say, half-way: half a state is the worst to train on
-            self._rewind()
-            raise
-
-    def _rewind(self) -> Callable[[], None]:
+        _drop_frames(failure)
         self._arm.logs.entries.clear()
         bring_back = self._state.rewind() if self._state is not None else _nothing
         if self._kept_buffers:

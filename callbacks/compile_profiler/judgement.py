@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compile_profiler import machine
-from compile_profiler.advice import advice
+from compile_profiler.advice import advice, reads_overwritten
 from compile_profiler.explainer import Explainer
 from compile_profiler.ledger import Ledger
 from compile_profiler.meeting import Finding
@@ -102,6 +102,19 @@ class Judgement:
             reason = "out_of_memory"
         message = failure(reason, error, advice(error, machine.system()), rank=rank)
         return Verdict(decision="eager", reason=reason, message=message, step=step, config=self._config)
+
+
+def after_trouble(error: Exception) -> Verdict:
+    """The verdict on an error outside of the user's step: mostly one of our own.
+
+    >>> after_trouble(KeyError("x")).message
+    "The profiler itself failed and has taken itself off: KeyError: 'x'"
+    """
+    if reads_overwritten(error):  # what the module holds cannot be kept for a retry
+        message = failure("runtime_error", error, advice(error, machine.system()))
+        return Verdict(decision="eager", reason="runtime_error", message=message)
+    message = f"The profiler itself failed and has taken itself off: {type(error).__name__}: {error}"
+    return Verdict(decision="eager", reason="disabled", message=message)
 
 
 def is_failure(verdict: Verdict) -> bool:

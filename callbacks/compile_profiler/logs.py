@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.compiler import is_compiling
 
 Call = Callable[..., Any]
 
@@ -27,11 +29,19 @@ class DeferredLogs:
         entries: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.entries = entries
 
+        def copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            graph = kwargs.get("enable_graph", False)
+            kept = {key: _copied(value, graph) for key, value in kwargs.items()}
+            return tuple([_copied(value, graph) for value in args]), kept
+
         def remember(name: str) -> Call:
             def stand_in(*args: Any, **kwargs: Any) -> None:
-                graph = kwargs.get("enable_graph", False)
-                kept = {key: _copied(value, graph) for key, value in kwargs.items()}
-                entries.append((name, tuple([_copied(value, graph) for value in args]), kept))
+                if not is_compiling():
+                    with suppress(Exception):  # a step that has moved its optimizers must not fail for that
+                        args, kwargs = copied(args, kwargs)
+                    entries.append((name, args, kwargs))
+                else:
+                    entries.append((name, *copied(args, kwargs)))
 
             return stand_in
 
@@ -50,16 +60,20 @@ class DeferredLogs:
         """Everything remembered, as calls of the module's real ``log`` and ``log_dict``, in order."""
         if not self.entries:
             return []
-        entries = list(self.entries)
-        self.entries.clear()
-        return [
+        found: list[Call] = [
             functools.partial(
                 getattr(module, name),
                 *[value if type(value) in _AS_LOGGED else _given_back(value) for value in args],
                 **{k: value if type(value) in _AS_LOGGED else _given_back(value) for k, value in kwargs.items()},
             )
-            for name, args, kwargs in entries
+            for name, args, kwargs in self.entries
         ]
+        self.entries.clear()
+        return found
+
+    def plainly_taken(self, module: Any) -> list[Call]:
+        """The same with values as they were traced, for when ``taken`` has failed in a step that cannot run again."""
+        return [functools.partial(getattr(module, name), *args, **kwargs) for name, args, kwargs in self.entries]
 
 
 def _arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from compile_profiler.arguments import Settings
 from compile_profiler.candidates import TARGETS, Candidate, Choice, candidates_for
+from compile_profiler.clock import Clock, PassTimer
 from compile_profiler.job import Job, job_of
 from compile_profiler.parts import submodules
 from compile_profiler.recall import Entry, Tried, VerdictCache, default_folder
@@ -19,8 +20,10 @@ from compile_profiler.results import SearchReport
 from compile_profiler.search import Search, Settle
 from compile_profiler.shapes import shapes_of
 
-LOOK_STEPS = 12
+LOOK_STEPS = 16
 """Training steps in eager before the search begins: what a step takes, whether batches vary in shape."""
+TIMED_STEPS = range(2, 6)
+"""Of these the steps, counted from 0, whose pass is timed; what a whole step takes is timed on the later ones."""
 EAGER: Mapping[str, Any] = {"target": None}
 """What stands for eager where candidates are remembered."""
 
@@ -28,10 +31,14 @@ EAGER: Mapping[str, Any] = {"target": None}
 class Lookout:
     """Watches the first steps of a fit, then sets up its search; at the end it remembers what has won.
 
+    Attributes:
+        passes: times the passes of some of these steps.
+        knows_eager_wins: an earlier run of the same job has found that nothing gains.
+
     Args:
         settings: the callback's arguments.
         module: the LightningModule.
-        device_type: of the module.
+        clock: of the module's device.
         moves_optimizers: the step runs backward and steps optimizers itself.
         environment: versions, device and settings.
         known: the candidate that an earlier part of this training has ended with.
@@ -42,14 +49,15 @@ class Lookout:
         settings: Settings,
         module: nn.Module,
         *,
-        device_type: str,
+        clock: Clock,
         moves_optimizers: bool,
         environment: Environment,
         known: Candidate | None = None,
     ) -> None:
         self._settings = settings
         self._module = module
-        self._device_type = device_type
+        self._device_type = clock.device.type
+        self.passes = PassTimer(clock, TIMED_STEPS)
         self._moves_optimizers = moves_optimizers
         self._environment = environment
         self._known = known

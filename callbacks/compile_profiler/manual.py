@@ -77,6 +77,7 @@ class OwnSteps:
         self._seen: WeakSet[Optimizer] = WeakSet(_attached(module, Optimizer))
         self._undo = ExitStack()
         self._in_batch = False
+        self._trouble: Exception | None = None  # our own, in the midst of an optimizer's step
         self._num_made: Counter[int] = Counter()  # steps of this batch, by optimizer
         # By parameter, the gradient that an optimizer has used last, as identity and version.
         self._used: dict[int, tuple[int, int]] = {}
@@ -107,18 +108,23 @@ class OwnSteps:
 
     # -- a batch of training -----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Around the training step of one batch: what it moves is counted."""
+    def begin_batch(self) -> None:
+        """Before the training step of one batch: what it moves is counted."""
         self._num_made.clear()
         for hook in self._hooks:
             hook.num_made = 0
         self._in_batch = True
-        try:
-            yield
-        finally:
-            self._in_batch = False
-            self._flags, self._gradients, self._epochs = [], [], []
+
+    def end_batch(self) -> None:
+        """After it.
+
+        Raises:
+            Exception: our own, of the midst of an optimizer's step.
+        """
+        self._in_batch = False
+        self._flags, self._gradients, self._epochs = [], [], []
+        if self._trouble is not None:
+            raise self._trouble
 
     def keep(self) -> None:
         """Remember what ``again`` gives back.
@@ -194,11 +200,14 @@ class OwnSteps:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._in_batch:
-            self._seen.add(optimizer)
             self._num_made[id(optimizer)] += 1
-            for parameter in _parameters_of(optimizer):
-                if (gradient := parameter.grad) is not None:
-                    self._used[id(parameter)] = id(gradient), gradient._version
+            try:
+                self._seen.add(optimizer)
+                for parameter in _parameters_of(optimizer):
+                    if (gradient := parameter.grad) is not None:
+                        self._used[id(parameter)] = id(gradient), gradient._version
+            except Exception as error:
+                self._trouble = error
 
     @contextmanager
     def _replaced(self, is_left_out: Callable[[Any], bool], take: Take) -> Iterator[None]:

@@ -144,7 +144,7 @@ class Session:
             lookout=Lookout(
                 self._settings,
                 self._module,
-                device_type=self._clock.device.type,
+                clock=self._clock,
                 moves_optimizers=not self._module.automatic_optimization,
                 environment=self._environment,
                 known=self._known,
@@ -236,9 +236,9 @@ class Session:
         self._company.part()
         self._explainer.release()
 
-    def abandon(self, message: str) -> Report:
-        """After an error of our own: take everything off, whatever else fails by then."""
-        verdict = Verdict(decision="eager", reason="disabled", message=message, config=self._config)
+    def abandon(self, verdict: Verdict) -> Report:
+        """After an error that is not of a step: take everything off, whatever else fails by then."""
+        verdict = replace(verdict, config=self._config)
         self._judgement.verdict = verdict
         report = Report(verdict=verdict, environment=self._environment)
         rig, self._seat.rig = self._seat.rig, None

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compile_profiler import host
 from compile_profiler.arms import Arm, Call, EagerArm, called_once, disguised, patched
+from compile_profiler.clock import PassTimer
 from compile_profiler.guard import Guard
 from compile_profiler.logs import DeferredLogs
 from compile_profiler.manual import Counted, OwnSteps, Take
@@ -74,6 +75,7 @@ class StepDoor:
         wrapper = trainer.strategy.model
         self._ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
         self.watch: AbstractContextManager[Any] | None = None  # around training steps that run in eager
+        self.passes: PassTimer | None = None  # of the passes of real steps
         self._relay: Relay | None = None  # in passes that all ranks make together
         self.before_step: Callable[[], None] | None = None  # called before each training step, with ``last_call`` set
         self._own_losses: list[Tensor] = []  # that a step has run backward from, in a pair
@@ -124,8 +126,18 @@ class StepDoor:
             this = run if self.watch is None else self._eager_step
             if self.own_steps is None:
                 return called_once(self._module, hook, this, step, *args, **kwargs)
-            with self.own_steps.batch():
+            try:
+                self.own_steps.begin_batch()
+            except Exception as error:
+                self._on_trouble(error)
+                return step(*args, **kwargs)
+            try:
                 return called_once(self._module, hook, this, step, *args, **kwargs)
+            finally:
+                try:
+                    self.own_steps.end_batch()
+                except Exception as error:
+                    self._on_trouble(error)
 
         return enter
 
@@ -140,6 +152,8 @@ class StepDoor:
         self.last_call = call
         if self.before_step is not None:
             self.before_step()
+        if self.passes is not None:
+            self.passes.start()
         return self._is_open
 
     def take_seconds(self) -> float:
@@ -203,9 +217,11 @@ class StepDoor:
                 except Exception as error:
                     self._on_trouble(error)
             guard.backward(self._precision_backward, tensor, *args, eager_loss=self._eager_loss, **kwargs)
-            if fresh:
+            if fresh or self.passes is not None:
                 try:
                     self._keep_gradients(fresh)
+                    if self.passes is not None:
+                        self.passes.stop()
                 except Exception as error:
                     self._on_trouble(error)
 
