@@ -51,6 +51,7 @@ DOORS = {
     "Guard.forward": "likewise",
     "Guard.backward": "of the loss",
     "DeferredLogs.__init__.<locals>.remember.<locals>.stand_in": "self.log in a step",
+    "_schedulers_asked.<locals>.asking.<locals>.stand_in": "a scheduler's, likewise",
     "OwnSteps._replaced.<locals>.standing_in.<locals>.stand_in": "an optimizer's step, where steps are left out",
     "Counted.__call__": "Lightning's hook around a backward of the step's own",
     "OwnSteps._before_step": "torch's hook before any optimizer's step",

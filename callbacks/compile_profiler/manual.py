@@ -161,12 +161,8 @@ class OwnSteps:
         for hook in self._hooks:
             hook.num_to_replace = hook.num_made
 
-        def is_done(mover: Any) -> bool:
-            left[id(mover)] -= 1
-            return left[id(mover)] >= 0
-
         try:
-            with self._replaced(is_done, lambda _parameters: None):
+            with self._replaced(left, lambda _parameters: None):
                 yield
         finally:
             for hook in self._hooks:
@@ -185,7 +181,7 @@ class OwnSteps:
             hook.num_to_replace = math.inf
         self._visitors = {}
         try:
-            with self._replaced(lambda _mover: True, take):
+            with self._replaced(None, take):
                 yield
         finally:
             visitors, self._visitors = self._visitors, None
@@ -210,13 +206,15 @@ class OwnSteps:
                 self._trouble = error
 
     @contextmanager
-    def _replaced(self, is_left_out: Callable[[Any], bool], take: Take) -> Iterator[None]:
-        """Optimizers and schedulers that ask before each step whether to leave it out."""
+    def _replaced(self, left: Counter[int] | None, take: Take) -> Iterator[None]:
+        """Optimizers and schedulers whose steps are left out: so many of each that is named, or, of ``None``, all."""
 
         def standing_in(step: Call, optimizer: Any) -> Call:
             def stand_in(*args: Any, **kwargs: Any) -> Any:
-                if not is_left_out(optimizer):
-                    return step(*args, **kwargs)
+                if left is not None:
+                    left[id(optimizer)] -= 1
+                    if left[id(optimizer)] < 0:
+                        return step(*args, **kwargs)
                 closure = args[0] if args else kwargs.get("closure")
                 result = None if closure is None else closure()  # it computes the gradients that would be used now
                 take(_parameters_of(optimizer))
@@ -227,12 +225,12 @@ class OwnSteps:
         known = {id(optimizer): (optimizer, optimizer) for optimizer in self._seen}
         known.update({id(wrapper): (wrapper, optimizer) for wrapper, optimizer in self._wrapped()})
         patches = [(wrapper, "step", standing_in(wrapper.step, optimizer)) for wrapper, optimizer in known.values()]
-        with patched(patches), _schedulers_asked(is_left_out):
+        with patched(patches), _schedulers_asked(left):
             yield
 
 
 @contextmanager
-def _schedulers_asked(is_left_out: Callable[[Any], bool]) -> Iterator[None]:
+def _schedulers_asked(left: Counter[int] | None) -> Iterator[None]:
     """Schedulers of every class ask before each step whether to leave it out.
 
     By class, because nothing tells which scheduler objects a step can reach.
@@ -240,7 +238,11 @@ def _schedulers_asked(is_left_out: Callable[[Any], bool]) -> Iterator[None]:
 
     def asking(step: Call) -> Call:
         def stand_in(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            return None if is_left_out(scheduler) else step(scheduler, *args, **kwargs)
+            if left is not None:
+                left[id(scheduler)] -= 1
+                if left[id(scheduler)] < 0:
+                    return step(scheduler, *args, **kwargs)
+            return None
 
         return functools.update_wrapper(stand_in, step)
 

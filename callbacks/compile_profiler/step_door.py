@@ -94,10 +94,12 @@ class StepDoor:
             (strategy, hook, self._entry(hook, getattr(strategy, hook), guard)) for hook, guard in guards.items()
         ]
         if self.own_steps is None:
-            patches.append((precision, "backward", self._exit(guards["training_step"])))
+            backward = guards["training_step"].backward
+            through = functools.partial(backward, self._precision_backward, eager_loss=self._eager_loss)
+            patches.append((precision, "backward", self._exit(through)))
         else:
             patches += [(precision, name, hook) for name, hook in self._backward_hooks.items()]
-            patches.append((precision, "backward", self._own_backward))
+            patches.append((precision, "backward", self._exit(self._precision_backward)))
             self.own_steps.open()
             self._undo.callback(self.own_steps.close)
         self._undo.enter_context(patched(patches))
@@ -152,7 +154,7 @@ class StepDoor:
         self.last_call = call
         if self.before_step is not None:
             self.before_step()
-        if self.passes is not None:
+        if self.passes is not None and self.own_steps is None:  # such a step may run backward any number of times
             self.passes.start()
         return self._is_open
 
@@ -199,24 +201,21 @@ class StepDoor:
             hooks=list(self._backward_hooks.values()),
         )
 
-    def _own_backward(self, *args: Any, **kwargs: Any) -> None:
-        fresh = self._without_gradient()
-        self._precision_backward(*args, **kwargs)
-        self._keep_gradients(fresh)
-
     def _own_loss(self, tensor: Tensor, _module: Any) -> Tensor:
         self._own_losses.append(tensor.detach())
         return self._by_scaler(tensor)
 
-    def _exit(self, guard: Guard) -> Call:
-        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _exit(self, through: Call) -> Call:
+        """The precision plugin's ``backward``, which goes ``through`` this."""
+
+        def backward(*args: Any, **kwargs: Any) -> None:
             fresh: list[nn.Parameter] = []
             if self._overwrites_gradients:
                 try:
                     fresh = self._without_gradient()
                 except Exception as error:
                     self._on_trouble(error)
-            guard.backward(self._precision_backward, tensor, *args, eager_loss=self._eager_loss, **kwargs)
+            through(*args, **kwargs)
             if fresh or self.passes is not None:
                 try:
                     self._keep_gradients(fresh)
