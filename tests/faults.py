@@ -27,6 +27,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import compile_profiler
@@ -163,7 +164,15 @@ class Tiny(pl.LightningModule):
 
 
 class TinyManual(MovesItsOptimizer, Tiny):
-    """Moves its optimizer itself."""
+    """Moves its optimizer itself, a scheduler after it."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [lr_scheduler.StepLR(optimizer, 2)]
 
 
 def failing(graph, example_inputs):
@@ -239,6 +248,7 @@ def run(kind, profiler, watch=None):
     left["plugin"] = sorted(vars(trainer.strategy.precision_plugin))
     handler = torch._dynamo.callback.callback_handler
     left["listeners"] = [handler.start_callbacks[:], handler.end_callbacks[:]]
+    left["schedulers"] = lr_scheduler.StepLR.step
     left["submodules"] = [sorted(vars(submodule)) for submodule in module.modules()]
     handler.start_callbacks.clear()  # so that one run does not fail for another
     handler.end_callbacks.clear()

@@ -147,6 +147,8 @@ def left_behind(module, trainer):
     for n, optimizer in enumerate(trainer.optimizers):
         for key, state in optimizer.state_dict()["state"].items():
             left.update({f"optimizer/{n}/{key}/{name}": value for name, value in state.items()})
+    for n, config in enumerate(trainer.lr_scheduler_configs):
+        left[f"scheduler/{n}"] = config.scheduler.state_dict()
     left.update({f"metric/{name}": value for name, value in trainer.callback_metrics.items()})
     left["random/torch"] = torch.get_rng_state()
     if torch.cuda.is_available():

@@ -127,7 +127,7 @@ def test_a_job_that_fails_does_not_take_the_others_along(tmp_path, monkeypatch, 
     broken = jobs.Job(net=lambda: torch.nn.Linear(1, 1), batch=lambda: (torch.ones(2, 3), torch.ones(2, 1)))
     monkeypatch.setitem(jobs.JOBS, "broken", lambda big: broken)
 
-    args = common.arguments(None, ["--jobs", "broken,mlp", "--out", str(tmp_path / "out.json")], steps=20)
+    args = common.arguments(None, ["--jobs", "broken,mlp", "--out", str(tmp_path / "out.json")], steps=20, run_s=6.0)
     with pytest.raises(SystemExit, match="failed: broken"):
         common.run_all(args, lambda job: {"step_s": common.step_seconds(job)}, lambda results: Table(*results))
 

@@ -247,9 +247,9 @@ def _schedulers_asked(left: Counter[int] | None) -> Iterator[None]:
         return functools.update_wrapper(stand_in, step)
 
     steps = [(kind, vars(kind)["step"]) for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)]
-    for kind, step in steps:
-        kind.step = asking(step)
     try:
+        for kind, step in steps:
+            kind.step = asking(step)
         yield
     finally:
         for kind, step in steps:
