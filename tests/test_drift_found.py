@@ -34,6 +34,7 @@ class Armed(pl.Callback):
 def run(module_class, backend, callbacks=(), *, max_steps=30, validate=False, options=None, **trainer_options):
     profiler = CompileProfiler(backend=backend, **{**OPTIONS, **(options or {})})
     train(module_class, [*callbacks, profiler], max_steps=max_steps, validate=validate, **trainer_options)
+    assert profiler.report.verdict.reason != "disabled", profiler.report.verdict.message
     return profiler.report
 
 
