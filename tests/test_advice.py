@@ -4,10 +4,12 @@ import re
 
 import pytest
 import torch
+from torch._inductor.exc import CppCompileError
 
 from compile_profiler import CompileProfiler
 from compile_profiler.advice import advice
 from compile_profiler.judgement import after_trouble
+from compile_profiler.notices import first_line
 from runs import Regression, differences, left_behind, train
 
 MESSAGES = {
@@ -49,6 +51,17 @@ def test_what_a_cuda_graph_has_overwritten_is_no_error_of_ours():
     assert (verdict.decision, verdict.reason) == ("eager", "runtime_error")
     assert "clone it" in verdict.message
     assert after_trouble(RuntimeError("something else")).reason == "disabled"
+
+
+def test_what_is_on_the_compilers_command_line_is_not_missing():
+    """It names OpenMP in each run: the error is in what the compiler said, and that is what is told."""
+    command = ["g++", "kernel.cpp", "-fopenmp", "-I/usr/include/python3.11/Python.h", "-lgomp"]
+    error = CppCompileError(command, "kernel.cpp:3:7: error: 'nothing' was not declared in this scope")
+    lacking = CppCompileError(command, "/usr/bin/ld: cannot find -lgomp: No such file or directory")
+
+    assert advice(error) is None
+    assert "error: 'nothing' was not declared" in first_line(RuntimeError(f"backend='inductor' raised:\n{error}"))
+    assert advice(lacking).startswith("OpenMP is missing: install")
 
 
 @pytest.mark.parametrize("case", MESSAGES)

@@ -42,7 +42,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "metrics": ({"sums"}, {"torch", "torchmetrics"}),
     "tolerances": (set(), {"torch"}),
     "advice": (set(), set()),
-    "notices": ({"records"}, set()),
+    "notices": ({"advice", "records"}, set()),
     "ledger": ({"records", "stats", "verdict"}, set()),
     "checkpoint": ({"records"}, {"torch"}),
     "meeting": ({"records"}, set()),

@@ -132,6 +132,17 @@ def reads_overwritten(error: BaseException) -> bool:
     return re.search(_OVERWRITTEN, str(error)) is not None
 
 
+def without_command(text: str) -> str:
+    r"""The text of an error of compiling, without the compiler's command line before what the compiler said.
+
+    It is long, and names what is there beside what is missing. torch 2.13 writes it in ``CppCompileError``.
+
+    >>> without_command("C++ compile error\n\nCommand:\ng++ x.cpp -fopenmp\n\nOutput:\nx.cpp:1:1: error: no")
+    'C++ compile error\n\nx.cpp:1:1: error: no'
+    """
+    return re.sub(r"\bCommand:\s+\S[^\n]*\n\s*Output:\s*", "", text)
+
+
 def advice(error: BaseException, system: str | None = None) -> str | None:
     """What to do about ``error`` or one of the errors behind it, ``None`` where nothing is known.
 
@@ -149,7 +160,7 @@ def advice(error: BaseException, system: str | None = None) -> str | None:
     while link is not None and link not in seen:
         seen.append(link)
         link = link.__cause__ or link.__context__
-    text = "\n".join(f"{type(link).__name__}: {link}" for link in seen)
+    text = "\n".join(f"{type(link).__name__}: {without_command(str(link))}" for link in seen)
     for pattern, part, known_system in _MISSING:
         if re.search(pattern, text, re.DOTALL):
             return to_install(part, known_system or system)

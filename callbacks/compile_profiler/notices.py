@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from compile_profiler.advice import without_command
 from compile_profiler.records import Event, Reason, Remedy
 
 LONG_COMPILE_S = 5.0
@@ -29,7 +30,7 @@ def failure(reason: Reason, error: Exception, what_to_do: str | None, *, rank: i
 
 def first_line(error: Exception) -> str:
     """The error on one line, with as much of its text as fits; torch's own put the cause on the second line."""
-    text = " ".join(str(error).split())
+    text = " ".join(without_command(str(error)).split())
     return f"{type(error).__name__}: {textwrap.shorten(text, 200) if text else 'without a message'}"
 
 
