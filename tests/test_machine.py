@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config as inductor
+from torch._inductor import cpu_vec_isa
 
 from compile_profiler import CompileProfiler, machine
 from runs import Regression, differences, left_behind, train
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _vector_instructions():
+    """Which there are is asked of the real compiler first: torch keeps the first answer for the process."""
+    cpu_vec_isa.valid_vec_isa_list()
 
 
 @pytest.fixture
